@@ -58,6 +58,30 @@ def test_what_binds_and_the_least_time(floors, bound, minimum):
     assert found.minimum_us == (None if minimum is None else pytest.approx(minimum))
 
 
+@pytest.mark.parametrize(("ours", "bound", "minimum"), [(3.9, "launch", 2.0), (4.0, "cannot tell", None)])
+def test_a_floor_that_a_provider_beats_is_that_of_launching_if_anything_is(ours, bound, minimum):
+    """A copy of a few megabytes by the driver may take twice as long as a kernel."""
+    times = {"floor-copy": 7.0, "floor-launch": 2.0, "eager": 30.0, "fusewise-cuda": ours}
+    found = only(record(times))
+    assert (found.bound, found.minimum_us) == (bound, minimum)
+    assert (found.worth, found.kernel) == ("yes", "fusewise-cuda")
+    assert found.left == (None if minimum is None else pytest.approx(1 - 2 / 30))
+
+
+def test_a_provider_in_place_moves_less_and_disproves_no_floor():
+    times = {"floor-copy": 100.0, "floor-launch": 2.0, "torch.compile": 104.0, "vllm": 60.0}
+    made = record(times, pair="torch.compile")
+    assert only(made).bound == "cannot tell"
+    for m in made.measurements:
+        m.prepared["in_place"] = m.provider == "vllm"
+    found = only(made)
+    assert (found.bound, found.minimum_us) == ("memory", pytest.approx(100.0))
+    assert {gap.provider: gap.causes for gap in found.gaps}["vllm"] == (
+        "works in place, which moves less than the minimum",
+    )
+    assert (found.worth, found.kernel) == ("yes", "vllm")
+
+
 def test_limits_of_the_machine_stand_in_for_floors_that_were_not_measured():
     memory = only(record({"eager": 80.0}, limits=LIMITS))  # 8 MB at 1000 GB/s
     assert (memory.bound, memory.minimum_us) == ("memory", pytest.approx(8.0))

@@ -106,14 +106,24 @@ def _verdict(key: tuple[str, str, str, str], rows: Sequence[Row], record: Record
     bound = _bound(limited, rows)
     missed = [row.provider for row in rows if is_compiler(row.provider) and _nearly_right(row)]
     unknown = analysis.flops_unknown(m for m in record.measurements if m.key == key)
-    worth, kernel, why = _worth(key, timed, missed, bound, minimum, unknown, record)
+    launch = next((r.device_us for r in rows if r.provider == "floor-launch"), None)
+    overwriting = {m.provider for m in record.measurements if m.prepared.get("in_place")}
+    fastest = next((r for r in timed if r.provider not in overwriting), None)  # in place fewer bytes may suffice
+    beyond = fastest if fastest is not None and minimum is not None and _share(minimum, fastest) > BEYOND else None
+    if (
+        beyond is not None
+        and bound in ("memory", "launch")
+        and launch is not None
+        and _time(beyond) < LAUNCHES * launch
+    ):
+        bound, minimum, beyond = "launch", launch, None
+    worth, kernel, why = _worth(key, timed, missed, bound, minimum, beyond, unknown, record)
     best = next((r for r in timed if is_compiler(r.provider)), None)
-    if timed and minimum is not None and _share(minimum, timed[0]) > BEYOND:
+    if beyond is not None:
         bound, minimum = "cannot tell", None  # a disproved floor must not be used below
     if unknown and worth != "no":
         bound, minimum = "cannot tell", None  # computing may take longer than moving the bytes
     ledgers = {entry["provider"]: entry for entry in record.ledgers if _belongs(entry, key)}
-    launch = next((r.device_us for r in rows if r.provider == "floor-launch"), None)
     gaps = []
     for row in timed:
         factor = None if minimum is None else _time(row) / minimum
@@ -184,8 +194,10 @@ def _causes(
             causes.append(f"spills registers ({stage['stage']})")
     if row.host_us is not None and row.host_us > _time(row):
         causes.append(f"host overhead: a call takes {number(row.host_us)} µs on the host, longer than on the device")
-    turns = [t for m in record.measurements if (*m.key, m.provider) == (*row.key, row.provider) for t in m.rounds]
-    if any(turn.get("held") is False for turn in turns):
+    own = [m for m in record.measurements if m.provider == row.provider]
+    if factor is not None and factor < 1 / BEYOND and any(m.prepared.get("in_place") for m in own):
+        causes.append("works in place, which moves less than the minimum")
+    if any(turn.get("held") is False for m in own for turn in m.rounds):
         causes.append("its time includes host overhead: too many launches to queue")
     clocks = {r.provider: r.clocks["sm_mhz"] for r in timed if r.clocks and "sm_mhz" in r.clocks}
     if row.provider in clocks and clocks[row.provider] < (1 - NOTICEABLE) * max(clocks.values()):
@@ -217,11 +229,13 @@ def _worth(
     missed: Sequence[str],
     bound: Bound,
     minimum: float | None,
+    beyond: Row | None,
     unknown: Sequence[str],
     record: Record,
 ) -> tuple[Worth, str | None, str]:
     """Whether a hand-written kernel is worth it, which one, and why. The first matching rule decides. `missed`:
-    compilers without a time because they are slightly wrong. `unknown`: operators without a known number of FLOPs."""
+    compilers without a time because they are slightly wrong. `beyond`: what disproves the minimum. `unknown`: operators
+    without a known number of FLOPs."""
     if not timed:
         return "cannot tell", None, "no provider has a correct result and a time"
     if minimum is None:
@@ -249,17 +263,17 @@ def _worth(
             f"up to {threads} threads of a provider waited for a core; run it again on an idle machine",
         )
     best = compilers[0]
-    reach, fastest = _share(minimum, best), _share(minimum, timed[0])
+    reach = _share(minimum, best)
     graph = "" if record.environment["device"] == "cpu" else " or capture a CUDA graph"
     launching = f"it is launch-bound; fuse it with its neighbours{graph}"
-    if best.limit == "launch" and fastest <= BEYOND and (not unknown or reach >= ENOUGH):
+    if best.limit == "launch" and beyond is None and (not unknown or reach >= ENOUGH):
         return "no", None, launching
     by_hand = [row for row in timed if not is_compiler(row.provider)]
     words = {row.provider: _against(row, best, noise, record) for row in by_hand}
     better = [row for row in by_hand if words[row.provider][1] == "faster"]
     # A kernel that is clearly faster shows that the compiler is not at its limit, whatever the floors took.
     shown = any(_time(row) < ENOUGH * _time(best) for row in better)
-    if reach >= ENOUGH and fastest <= BEYOND and not shown:
+    if reach >= ENOUGH and beyond is None and not shown:
         return "no", None, f"{best.provider} is at {percent(reach)} of the limit"
     untimed = f"not timed, since wrong by at most {NEARLY:g} times the allowed error: {', '.join(missed)}"
     if better:
@@ -270,8 +284,8 @@ def _worth(
         if chosen is not better[0]:
             why += f", {better[0].provider} {number(_time(better[0]) / _time(best))}"
         return "yes", chosen.provider, f"{why}; {untimed}" if missed else why
-    if fastest > BEYOND:
-        why = f"{timed[0].provider} is at {percent(fastest)} of the floor's speed, so the floor is not a limit"
+    if beyond is not None:
+        why = f"{beyond.provider} is at {percent(_share(minimum, beyond))} of the floor's speed, so the floor is not a limit"
         return "cannot tell", None, why
     if unknown:
         why = f"the FLOPs of {', '.join(unknown)} are unknown: computing may take longer than moving the bytes, {number(minimum)} µs"
