@@ -140,7 +140,11 @@ class Cuda(_Fusewise):
 
 
 class CudaInPlace(Cuda):
-    name, in_place, default = "fusewise-cuda-inplace", True, False
+    name, in_place = "fusewise-cuda-inplace", True
+
+    def chosen(self, op: str, device: str) -> bool:
+        """Only on a GPU, beside the libraries that work in place there."""
+        return super().chosen(op, device) and device.startswith("cuda")
 
 
 class _Gated(Ours):
