@@ -1,8 +1,9 @@
 """Times one provider: cold cache by default, device time separate from host time, no harness overhead inside.
 
 A *turn* is one provider's share of a round: a few *samples*. A sample is one or more calls, each on its own copy of the
-inputs, after a cache flush. On CUDA a spinning kernel holds the stream until every call of the turn is queued, so that
-CUDA events measure the device and not a late host. The time between two back-to-back events is subtracted.
+inputs, after a cache flush. On CUDA a spinning kernel holds the stream until every call of a sample, or of several, is
+queued, so that CUDA events measure the device and not a late host. The time between two back-to-back events is
+subtracted.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Turn:
 
     device_us: list[float]
     host_us: float | None = None
-    held: bool | None = None  # CUDA: every sample was queued before the first one started
+    held: bool | None = None  # CUDA: every sample was queued before it started
     clocks: dict[str, Any] | None = None  # on a CPU: average number of threads that waited for a core
 
     def to_json(self) -> dict[str, Any]:
