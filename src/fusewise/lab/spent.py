@@ -20,7 +20,7 @@ PARTS = {
     "code": "code, traffic and profiles, generated after the last round by the compilers themselves",
     "rest": "rows, files, messages between processes",
 }
-#: Harness overhead: neither measuring nor compiling.
+#: Harness overhead: neither measuring nor compiling nor capturing code.
 OWN = ("starting", "inputs", "truth", "rest")
 
 

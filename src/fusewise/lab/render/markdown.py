@@ -142,7 +142,7 @@ def spent_on(record: Record) -> list[str]:
     if own is None:
         return []
     lines = [[name, number(record.spent[name]), PARTS[name]] for name in PARTS if name in record.spent]
-    said = f"{percent(own)} of it is the harness's own: everything except measuring and compiling."
+    said = f"{percent(own)} of it is the harness's own: everything except measuring, compiling and code."
     return ["## Where the time went", said, table(["part", "seconds", "includes"], lines)]
 
 
