@@ -102,8 +102,8 @@ def study(
     limits.
 
     Each provider runs in its own process, which imports the function by file or module and name and draws arguments
-    like those given: same dtype, shape, strides and range, other values. A notebook function is written to the run
-    directory together with the imports and constants that it needs.
+    like those given: same dtype, shape, strides and range, other values. A notebook function is written to a file
+    beside the run directory together with the imports and constants that it needs.
 
     Args:
         function: a top-level function of a file or module, or a class of a module; takes one tensor or more.
