@@ -95,7 +95,7 @@ def from_environment() -> Rank | None:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size < 2:
         return None
-    store, number, size = next(iter(rendezvous("env://", timeout=datetime.timedelta(minutes=5))))
+    store, number, size = next(iter(rendezvous("env://", timeout=STARTING)))
     return Rank(number, size, PrefixStore("fusewise", store))
 
 
