@@ -99,13 +99,14 @@ def is_compiler(provider: str) -> bool:
 
 
 def _verdict(key: tuple[str, str, str, str], rows: Sequence[Row], record: Record) -> Verdict:
+    """The verdict on a group with these rows. The measurements of `record` are the group's alone."""
     timed = sorted((r for r in rows if r.device_us is not None and not is_floor(r.provider)), key=_time)
     # Floors have the group's limit, too: it is known even if no provider is right.
     limited = next((r for r in rows if None not in (r.device_us, r.limit, r.share_of_limit)), None)
     minimum = _time(limited) * (limited.share_of_limit or 0.0) if limited else None
     bound = _bound(limited, rows)
     missed = [row.provider for row in rows if is_compiler(row.provider) and _nearly_right(row)]
-    unknown = analysis.flops_unknown(m for m in record.measurements if m.key == key)
+    unknown = analysis.flops_unknown(record.measurements)
     launch = next((r.device_us for r in rows if r.provider == "floor-launch"), None)
     overwriting = {m.provider for m in record.measurements if m.prepared.get("in_place")}
     fastest = next((r for r in timed if r.provider not in overwriting), None)  # in place fewer bytes may suffice
@@ -308,10 +309,9 @@ def _worth(
 
 def _against(row: Row, other: Row, noise: float, record: Record) -> tuple[Ratio | None, str]:
     """Paired ratio of two providers of one group from the raw samples, and the word for it."""
-    rounds = {m.provider: analysis.round_medians(m) for m in record.measurements if m.key == row.key and m.rounds}
-    if row.provider not in rounds or other.provider not in rounds:
-        return None, "ambiguous"
-    ratio = analysis.paired_ratio(rounds[row.provider], rounds[other.provider])
+    pair = (row.provider, other.provider)
+    rounds = {m.provider: analysis.round_medians(m) for m in record.measurements if m.provider in pair}
+    ratio = analysis.paired_ratio(*(rounds.get(name, {}) for name in pair))
     return ratio, analysis.verdict(ratio, noise)
 
 
