@@ -210,7 +210,7 @@ def test_what_a_compilation_costs_and_when_it_has_paid_off():
     made = study_record(rows)
     names = [column.name for column in html.ROW_COLUMNS]
     asked = ("graph µs", "first call s", "again s", "even after", "again even after")
-    lines = [dict(zip(names, html._line(made, one, "row-0")["cells"], strict=True)) for one in rows]
+    lines = [dict(zip(names, html._line(made, one, "row-0", [])["cells"], strict=True)) for one in rows]
     assert [[line[name][0] for name in asked] for line in lines] == [
         ["–", "1.00", "–", "–", "–"],
         ["9.50", "3.00", "1.50", "200,001", "50,001"],

@@ -86,6 +86,7 @@ def report(record: Record) -> str:
     anchors = {row.id: f"row-{i}" for i, row in enumerate(record.rows)}
     judged = verdicts(record)
     looks = charts.look(measured(record.rows))
+    samples = {(*m.key, m.provider): m.rounds for m in record.measurements}
     css, js = _resource("report.css"), _resource("report.js")
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
@@ -109,7 +110,7 @@ def report(record: Record) -> str:
         absent=without_time(record.rows),
         hosts=_hosts(record, anchors),
         row_columns=ROW_COLUMNS,
-        rows=[_line(record, row, anchors[row.id]) for row in record.rows],
+        rows=[_line(record, row, anchors[row.id], samples.get((*row.key, row.provider), [])) for row in record.rows],
         stages=_stages(record.code),
         code_of=" ".join(str(record.code[0].get(name, "")) for name in ("case", "dtype", "pass")).strip()
         if record.code
@@ -238,9 +239,8 @@ def _spent(record: Record) -> list[tuple[str, float, str]]:
     return [(name, record.spent[name], PARTS[name]) for name in PARTS if name in record.spent]
 
 
-def _line(record: Record, row: Row, anchor: str) -> dict[str, Any]:
+def _line(record: Record, row: Row, anchor: str, samples: Sequence[Json]) -> dict[str, Any]:
     """One row with everything that belongs to it: cells, samples, and the program that measures it again."""
-    samples = next((m.rounds for m in record.measurements if (*m.key, m.provider) == (*row.key, row.provider)), [])
     rate = gigabytes_per_second(row)
     eager = eager_of(row, record.rows)
     even, even_again = break_even(row, eager), break_even(row, eager, again=True)
