@@ -141,6 +141,7 @@ Examples:
 Exit codes:
   0  done
   1  with --kept: none are kept; otherwise the device cannot be measured, or the result not be kept
+  2  the command line is wrong
 """
 )
 @click.option("--device", help="cpu or cuda[:index]. Default: the GPU if there is one.")
