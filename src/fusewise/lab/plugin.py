@@ -130,8 +130,8 @@ class Run:
     in_place: call overwrites its arguments.
     backward: the outputs are differentiable with respect to the problem's tensors.
     checked: compare the outputs with the truth (False for floors, which compute nothing).
-    form: the memory model that applies, for problems that have one; for gated units eager, two-kernels, fused,
-        fused-recompute, chunked or chunked-recompute.
+    form: the memory model that applies, for problems that have one; for gated units a `Form` of
+        `fusewise.ops.gated_linear.cases`.
     torch_memory: torch allocates every tensor, so that its allocator knows the memory used.
     arithmetic: a known rounding behaviour, reported with an error that is too large.
     foreign: on a GPU, it uses streams unknown to torch, and every call waits for its results.
