@@ -42,7 +42,6 @@ class Ledger:
     provider: str
     kernels: tuple[Kernel, ...]
     bytes_min: int | None = None
-    method: str = ""  # where the byte counts come from
 
     @property
     def bytes(self) -> int:
@@ -60,7 +59,6 @@ class Ledger:
             "dtype": self.dtype,
             "pass": self.pass_,
             "provider": self.provider,
-            "method": self.method,
             "bytes_min": self.bytes_min,
             "kernels": [{"name": k.name, "read": k.read, "written": k.written, "note": k.note} for k in self.kernels],
         }
@@ -73,7 +71,7 @@ class Ledger:
         )
         return cls(
             op=data["op"], case=data["case"], dtype=data["dtype"], pass_=data["pass"], provider=data["provider"],
-            kernels=kernels, bytes_min=data.get("bytes_min"), method=data.get("method", ""),
+            kernels=kernels, bytes_min=data.get("bytes_min"),
         )  # fmt: skip
 
 
