@@ -127,11 +127,11 @@ class Operators(Mode):
         distinct = {(_storage(x), x.storage_offset(), x.shape, x.stride()): x for x in tensors}
         return sum(min(ledger.extent(x), self.used.get(_address(x), 2**63)) for x in distinct.values())
 
-    def stage(self, part: str = "") -> Stage:
+    def stage(self) -> Stage:
         """The operators as text, one per line."""
         text = "".join(f"{line}\n" for line in self.text)
         counts = {"operators": len(self.text), "kernels": len(self.kernels)}
-        return Stage(stage="aten", language="python", part=part, text=text, lines=self.lines, counts=counts)
+        return Stage(stage="aten", language="python", text=text, lines=self.lines, counts=counts)
 
 
 def _named(name: str, arguments: Sequence[Any]) -> int:
