@@ -4,8 +4,8 @@
     config = TUNED.find(device, key) or choose(...)                per call: one lookup
 
 The first call on a device reads one file. Its name and content identify everything that results depend on: the device,
-the versions of torch, triton and fusewise, and the kernels' sources; results of another machine or version are never
-used. An entry is only valid if its configuration is in the current search space of its key. FUSEWISE_TUNED=0 in the
+the versions of fusewise and of the libraries that compile the kernels, and the kernels' sources; results of another
+machine or version are never used. An entry is only valid if its configuration is in the current search space of its key. FUSEWISE_TUNED=0 in the
 environment disables tuned configurations in favor of the heuristics.
 """
 

@@ -68,11 +68,11 @@ class Dispatch:
 def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **kwargs: Any) -> Dispatch:
     """Explain which implementation `op(*args, impl=impl, **kwargs)` would use, without running it.
 
-    Dispatch depends on the device and dtype of q or x (after autocast); for RoPE and `qk_norm_rope` on a GPU also on the
-    bytes that the call moves, its kind of table and of rotation, and whether CUDA is built; for the gated linear unit
-    on whether TMA supports the matrices and the number of rows. Other arguments are not validated. Checking why an
-    implementation is unavailable may build its native library if it is missing (but not CUDA for a call of RoPE with
-    impl="auto").
+    Dispatch depends on the device and dtype of q or x (after autocast); for the operations with RoPE on a GPU also on
+    whether CUDA is built, the kind of table and, except for `rope_and_cache_`, the bytes that the call moves and the
+    kind of rotation; for the gated linear unit on whether TMA supports the matrices and the number of rows. Other
+    arguments are not validated. Checking why an implementation is unavailable may build its native library if it is
+    missing (but not CUDA for a call of an operation with RoPE with impl="auto").
 
     Raises:
         TypeError: `op` is not a fusewise function that takes `impl=`, the arguments do not match its signature, an

@@ -1,7 +1,7 @@
 """Selects the implementation of a RoPE call.
 
 `impl="auto"` takes the first of IMPLEMENTATIONS that supports the tensors, with two exceptions on a GPU. CUDA serves
-calls whose kernel is shorter than Triton's launch, as its host overhead is a fifth; and partial rotation, where it is
+calls whose kernel is shorter than Triton's launch, as its host overhead is far lower; and partial rotation, where it is
 the faster at any size. No call waits for a compiler it did not ask for: CUDA is selected once its library has been
 built, by `fusewise build` or by a call with `impl="cuda"`. (Without Triton, CUDA is the GPU implementation and the
 first call builds it.) So the selection may change within a process, but results do not: CUDA is bitwise equal to
