@@ -60,19 +60,22 @@ def test_a_provider_may_be_named_by_its_place():
 
 
 @pytest.mark.parametrize(
-    ("name", "fix"),
+    ("name", "op", "fix"),
     [
-        ("nosuch", "choose one"),
-        ("egaer", "try 'eager' or 'liger'"),
-        ("inplace", "try 'fusewise-cpu-inplace' or 'fusewise-triton-inplace' or 'fusewise-cuda-inplace'"),
-        ("torchcompile", "try 'torch.compile' or 'thunder-torchcompile' or 'torch.compile-max-autotune'"),
+        ("nosuch", "rope", "choose one"),
+        ("egaer", "rope", "try 'eager' or 'liger'"),
+        ("inplace", "rope", "try 'fusewise-cpu-inplace' or 'fusewise-triton-inplace' or 'fusewise-cuda-inplace'"),
+        ("torchcompile", "rope", "try 'torch.compile' or 'thunder-torchcompile' or 'torch.compile-max-autotune'"),
+        ("cpu", "rope", "try 'fusewise-cpu' or 'fusewise-cpu-inplace'"),
+        ("cpu", "geglu", "try 'fusewise-cpu' or 'fusewise-cpu-recompute'"),
+        ("cpu", "gelu", "choose one"),
     ],
 )
-def test_an_unknown_name_is_refused_with_those_that_may_be_meant(name, fix):
+def test_an_unknown_name_is_refused_with_those_that_may_be_meant(name, op, fix):
     with pytest.raises(
         ValueError, match=r"^study: providers must be among those of `fusewise providers`, got "
     ) as caught:
-        plugin.select([name], "rope", "cpu")
+        plugin.select([name], op, "cpu")
     assert str(caught.value).endswith(f"got {name!r}; {fix}")
 
 

@@ -297,10 +297,9 @@ def select(names: Iterable[str] | None, op: str, device: str) -> list[Entry]:
     for name in wanted:
         named = [e for e in entries if name in (e.name, e.where)]
         if not named:
-            fix = nearest(name, [e.name for e in entries], "choose one")
+            fix = nearest(name, [e.name for e in entries if _runs(e, op)], "choose one")
             raise ValueError(f"study: providers must be among those of `fusewise providers`, got {name!r}; {fix}")
-        fitting = (e for e in named if e.provider is None or not e.provider.ops or op in e.provider.ops)
-        one = next(fitting, named[0])
+        one = next((e for e in named if _runs(e, op)), named[0])
         if one in chosen:
             continue
         if other := next((e for e in chosen if e.name == one.name), None):
@@ -310,6 +309,11 @@ def select(names: Iterable[str] | None, op: str, device: str) -> list[Entry]:
             )
         chosen.append(one)
     return chosen
+
+
+def _runs(entry: Entry, op: str) -> bool:
+    """Whether the provider says that it runs the target, as far as it could be loaded."""
+    return entry.provider is None or not entry.provider.ops or op in entry.provider.ops
 
 
 def _measured_by_default(op: str, device: str) -> Iterator[Entry]:
