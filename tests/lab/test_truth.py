@@ -333,6 +333,58 @@ def test_results_of_earlier_inputs_are_wrong(op, case, of):
     assert verdict.errors.max < 1e-6  # for the first inputs it was right
 
 
+class RemembersGradient(torch.autograd.Function):
+    """Eager code whose gradients are those of the first backward, as where a captured graph reads the gradient that was
+    there when it was captured."""
+
+    @staticmethod
+    def forward(ctx, p, kept, *xs):
+        ctx.rest = p, kept
+        ctx.save_for_backward(*xs)
+        ys = p.eager(xs)
+        return ys if len(ys) > 1 else ys[0]
+
+    @staticmethod
+    def backward(ctx, *dys):
+        p, kept = ctx.rest
+        if not kept:
+            xs = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in ctx.saved_tensors)
+            with torch.enable_grad():
+                kept += torch.autograd.grad(p.eager(xs), xs, dys)
+        return None, None, *(g.clone() for g in kept)
+
+
+@pytest.mark.parametrize("pass_", ["bwd", "fwd+bwd"])
+@pytest.mark.parametrize(
+    ("op", "case", "which"),
+    [
+        ("rope", "cube-8", "the gradient"),
+        ("gelu", "gelu-5x5", "the gradient"),
+        ("geglu", "quick-square", "gradient 1 of 3"),
+    ],
+)
+def test_gradients_of_an_earlier_backward_are_wrong(op, case, which, pass_):
+    p = targets.problem_for(Task(op, case, "fp32", pass_, "cpu", 0))
+    kept = []
+
+    def call(*xs):
+        ys = RemembersGradient.apply(p, kept, *xs)
+        return ys if isinstance(ys, tuple) else (ys,)
+
+    verdict = truth.check(p, Run(call))
+    change = "the inputs and the outputs' gradients change"
+    assert verdict.reason == f"{which} is that of earlier inputs: it stays the same when {change}"
+    assert verdict.errors.max < 1e-4  # for the first inputs they were right
+
+
+@pytest.mark.parametrize("pass_", ["bwd", "fwd+bwd"])
+def test_a_gradient_that_is_always_the_same_is_right(pass_):
+    """Eager code's stays the same, too."""
+    p = targets.problem_for(Task("gelu", "gelu-5x5", "fp32", pass_, "cpu", 0))
+    p.eager = p.truth = lambda xs: (xs[0].detach() * 2 + xs[0].sum() * 0,)
+    assert truth.check(p, Run(lambda *xs: p.eager(xs))).reason == ""
+
+
 def test_one_of_several_results_that_is_of_earlier_inputs_is_named():
     p, kept = problem("phi-2-decode-b64"), []
 

@@ -1,12 +1,14 @@
-"""Finds providers and functions that return results of earlier inputs: the values of the inputs are changed in place, and
-the forward is called again. An output that stays the same in every bit, where eager code's changes, is stale.
+"""Finds providers and functions that return results of earlier inputs: the values of the inputs, and of the outputs'
+gradients, are changed, those of the inputs in place, and the pass is repeated. An output or gradient that stays the same
+in every bit, where eager code's changes, is stale.
 
-This does not find a cache that compares all values, nor a stale gradient.
+This does not find a cache that compares all values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -76,30 +78,34 @@ def differs(a: Tensor, b: Tensor) -> bool:
     return max(error.max, error.others / error.whole if error.whole > FEW else 0.0) > CLOSE
 
 
-def kept_outputs(before: Sequence[Tensor], after: Sequence[Tensor]) -> list[int]:
-    """Which outputs stay the same in every bit, given samples of them before and after the inputs changed."""
+def unchanged(before: Sequence[Tensor], after: Sequence[Tensor]) -> list[int]:
+    """Which results stay the same in every bit, given samples of them before and after the inputs changed."""
     return [i for i, (x, y) in enumerate(zip(before, after, strict=True)) if x.numel() and equal(x, y)]
 
 
-def stale_output(problem: Problem, run: Run, leaves: tuple[Tensor, ...], samples: Sequence[Tensor]) -> int | None:
-    """Which output of the provider is that of earlier inputs, given samples of its outputs before: called again after the
-    values of `leaves` have changed in place. Only the forward is called, and eager code only where an output stays the
-    same. None if there is none, or if nothing can be told because the function rejects other values."""
+def stale_result(
+    problem: Problem,
+    run: Run,
+    leaves: tuple[Tensor, ...],
+    samples: Sequence[Tensor],
+    again: Callable[[Problem], Sequence[Tensor]],
+    eager: Callable[[Problem], Sequence[Tensor]],
+) -> int | None:
+    """Which result of the provider is that of earlier inputs, given samples of its results before. `again` are the
+    provider's results for a problem, from `leaves`, whose values are changed in place before; `eager` are eager code's,
+    called only where a result stays the same. None if there is none, or if nothing can be told because the function
+    rejects other values."""
+    changed = copy.copy(problem)
     try:
         _change(problem, run, leaves)
-        problem.begin_anew()
-        arguments = run.enter(*leaves)
-        vjp = None if problem.task.pass_ == "fwd" else run.vjp
-        result = run.call(*arguments) if vjp is None else vjp.forward(arguments)[0]
-        kept = kept_outputs(samples, [sample(y) for y in run.leave(result)])
-        del result, arguments
+        if problem.task.pass_ != "fwd":
+            changed.upstream = tuple(None if g is None else other(g) for g in problem.upstream)
+        kept = unchanged(samples, [sample(y) for y in again(changed)])
         if not kept:
             return None
-        problem.begin_anew()
-        with torch.no_grad():
-            then = [sample(y).clone() for y in problem.eager(problem.leaves(False))]
-            problem.begin_anew()
-            now = [sample(y) for y in problem.eager(tuple(map(alter_floats, problem.leaves(False))))]
+        then = [sample(y).clone() for y in eager(problem)]
+        changed.tensors = tuple(map(alter_floats, problem.leaves(False)))
+        now = [sample(y) for y in eager(changed)]
     except torch.OutOfMemoryError:
         raise
     except Exception:  # the function or a library may reject the values in any way

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .counting import counted
-from .earlier import sample, stale_output
+from .earlier import sample, stale_result
 from .errors import Deviation, Errors, equal, errors
 from .plugin import Run
 from .problem import Problem, handed_over
@@ -264,10 +264,18 @@ def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:
         reason = f"it does not write to the {absent[0]}"
     elif changed and not (run.in_place or problem.overwrites):
         reason = "it overwrites its inputs without declaring it"
-    if not reason and problem.task.pass_ != "bwd":
-        samples = [sample(y).clone() for y in found[: len(problem.output_shapes())]]
+    if not reason:
+        samples = [sample(y).clone() for y in found]
         by_eager = found = []  # else they would be there beside the second call's
-        if (stale := stale_output(problem, run, leaves, samples)) is not None:
-            which = _which("output", stale, len(samples))
-            reason = f"{which} is that of earlier inputs: it stays the same when the inputs change"
+        stale = stale_result(
+            problem, run, leaves, samples, lambda p: found_by(p, run, leaves)[0], lambda p: results(p, False)
+        )
+        if stale is not None:
+            outputs = len(problem.output_shapes()) if problem.task.pass_ != "bwd" else 0
+            if stale < outputs:
+                which, change = _which("output", stale, outputs), "the inputs change"
+            else:
+                which = _which("gradient", stale - outputs, len(samples) - outputs)
+                change = "the inputs and the outputs' gradients change"
+            reason = f"{which} is that of earlier inputs: it stays the same when {change}"
     return Verdict(measured, eager, reason)

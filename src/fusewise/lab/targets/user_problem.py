@@ -101,7 +101,7 @@ class UserProblem(Problem):
                 earlier.alter_floats(x)
             self.begin_anew()
             second = samples(self.function, leaves)
-            kept = earlier.kept_outputs(first, second)
+            kept = earlier.unchanged(first, second)
             if not kept:
                 return
             place, path = self.task.detail["place"], self.task.detail.get("path", ())
