@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusewise.lab import memory, targets, truth
 from fusewise.lab.counting import counted
+from fusewise.lab.errors import equal
 from fusewise.lab.plugin import Run
 from fusewise.lab.problem import Task
 from fusewise.lab.providers.pytorch import Eager
@@ -375,6 +376,18 @@ def test_gradients_of_an_earlier_backward_are_wrong(op, case, which, pass_):
     change = "the inputs and the outputs' gradients change"
     assert verdict.reason == f"{which} is that of earlier inputs: it stays the same when {change}"
     assert verdict.errors.max < 1e-4  # for the first inputs they were right
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 4), (2**17,), (2**16, 3), (0,), (2, 0)])
+def test_equality_takes_nan_for_itself_and_compares_to_the_last_element(shape):
+    a = torch.randn(shape)
+    assert equal(a, a.clone())
+    if a.numel():
+        a.view(-1)[0] = math.nan
+        b = a.clone()
+        assert equal(a, b)
+        b.view(-1)[-1] = 7.0
+        assert not equal(a, b)
 
 
 @pytest.mark.parametrize("pass_", ["bwd", "fwd+bwd"])
