@@ -398,6 +398,27 @@ def test_a_gradient_that_is_always_the_same_is_right(pass_):
     assert truth.check(p, Run(lambda *xs: p.eager(xs))).reason == ""
 
 
+def test_a_result_of_earlier_inputs_is_found_behind_state_that_calls_write():
+    """The state is reset before the inputs change; else the result would change with it."""
+    p = targets.problem_for(Task("gelu", "gelu-5x5", "fp32", "fwd", "cpu", 0))
+    calls, kept, formula, wide = [0], [], p.eager, p.truth
+    p.begin_anew = lambda: calls.__setitem__(0, 0)
+
+    def counted_by(function):
+        def call(xs):
+            calls[0] += 1
+            return tuple(calls[0] * y for y in function(xs))
+
+        return call
+
+    def first(xs):
+        kept[:] = kept or formula(xs)
+        return kept
+
+    p.eager, p.truth = counted_by(formula), counted_by(wide)
+    assert "that of earlier inputs" in truth.check(p, Run(lambda *xs: counted_by(first)(xs))).reason
+
+
 def test_one_of_several_results_that_is_of_earlier_inputs_is_named():
     p, kept = problem("phi-2-decode-b64"), []
 

@@ -68,6 +68,11 @@ def test_a_floor_that_a_provider_beats_is_that_of_launching_if_anything_is(ours,
     assert found.left == (None if minimum is None else pytest.approx(1 - 2 / 30))
 
 
+def test_a_launch_that_a_provider_beats_is_no_minimum():
+    found = only(record({"floor-copy": 3.0, "floor-launch": 10.0, "eager": 5.0}))
+    assert (found.bound, found.minimum_us, found.worth) == ("cannot tell", None, "cannot tell")
+
+
 def test_a_provider_in_place_moves_less_and_disproves_no_floor():
     times = {"floor-copy": 100.0, "floor-launch": 2.0, "torch.compile": 104.0, "vllm": 60.0}
     made = record(times, pair="torch.compile")

@@ -100,6 +100,7 @@ def stale_result(
         _change(problem, run, leaves)
         if problem.task.pass_ != "fwd":
             changed.upstream = tuple(None if g is None else other(g) for g in problem.upstream)
+        problem.begin_anew()
         kept = unchanged(samples, [sample(y) for y in again(changed)])
         if not kept:
             return None

@@ -115,7 +115,7 @@ def _verdict(key: tuple[str, str, str, str], rows: Sequence[Row], record: Record
         beyond is not None
         and bound in ("memory", "launch")
         and launch is not None
-        and _time(beyond) < LAUNCHES * launch
+        and 1 / BEYOND <= _time(beyond) / launch < LAUNCHES  # below, the launch is disproved as well
     ):
         bound, minimum, beyond = "launch", launch, None
     worth, kernel, why = _worth(key, timed, missed, bound, minimum, beyond, unknown, record)
