@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fusewise.lab import machine, memory, timing
-from fusewise.lab.timing import HOST_CALLS, RESOLUTION_US, CpuTimer, CudaTimer, Turn, Work, calls_per_sample
+from fusewise.lab.timing import HOST_CALLS, RESOLUTION_US, CpuTimer, CudaTimer, Turn, Uncaptured, Work, calls_per_sample
 
 
 class Clock:
@@ -375,6 +375,28 @@ def test_host_time_of_a_launch_is_that_of_a_bare_loop():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_launches_on_its_own_stream_is_not_captured_and_harms_no_later_capture():
+    timer = CudaTimer(torch.device("cuda:0"), 0, lambda: None)
+    x = torch.zeros(64, device="cuda")
+    mine = torch.cuda.Stream()
+
+    def elsewhere(_):
+        with torch.cuda.stream(mine):
+            x.add_(1.0)
+
+    def here(_):
+        x.add_(1.0)
+
+    with pytest.raises(Uncaptured, match="another stream"):
+        timer.graph_us(Work(lambda i: i, elsewhere), samples=3, calls=2)
+    torch.cuda.synchronize()
+    assert x[0].item() == 3.0  # one call to warm up and two that ran at once
+    assert timer.graph_us(Work(lambda i: i, here), samples=3, calls=2) < 100
+    assert timer.turn(Work(lambda i: i, elsewhere), samples=2, calls=1).held is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_times_the_device_and_not_the_host():
     timer = CudaTimer(torch.device("cuda:0"), 2 * torch.cuda.get_device_properties(0).L2_cache_size, lambda: None)
     x = torch.randn(2**28, device="cuda")  # 1 GiB: at least 0.3 ms on any GPU
@@ -418,5 +440,5 @@ def test_calls_are_replayed_in_a_graph_forward_and_backward():
         for calls in (1, 4):
             queued = timer.turn(work, samples=9, calls=calls).device_us
             assert timer.graph_us(work, 9, calls) == pytest.approx(median(queued), rel=0.1)
-    with pytest.raises(Exception, match="CUDA Graph is empty"):
+    with pytest.raises(Uncaptured, match="another stream"):
         timer.graph_us(Work(lambda i: x, lambda x: x), 3, 1)

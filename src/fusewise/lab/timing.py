@@ -66,6 +66,10 @@ class Turn:
         return asdict(self) | {"device_us": [round(t, 3) for t in self.device_us]}  # nanosecond resolution
 
 
+class Uncaptured(Exception):
+    """A capture into a CUDA graph succeeded, but is empty: the calls launch on a stream of their own."""
+
+
 class Timer(Protocol):
     def turn(self, work: Work, samples: int, calls: int) -> Turn: ...
 
@@ -180,17 +184,20 @@ class CudaTimer:
         """Median device time of a call in a CUDA graph of `calls` calls, replayed after a flush.
 
         Raises:
+            Uncaptured: its kernels run on another stream.
             Exception: it cannot be captured. Whatever the library kept from the attempt may break later calls.
         """
         side, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()
         side.wait_stream(torch.cuda.current_stream(self.device))
-        with no_collection(), warnings.catch_warnings(), torch.cuda.stream(side):
-            warnings.filterwarnings("error", message="The CUDA Graph is empty")  # its kernels went elsewhere
+        with no_collection(), warnings.catch_warnings(record=True) as warned, torch.cuda.stream(side):
+            warnings.simplefilter("always")
             work.step(work.begin(0))  # whatever a library allocates for a new stream
             states = [work.begin(i) for i in range(calls)]  # a backward runs on the stream of its forward
             with torch.cuda.graph(graph, stream=side):
                 results = [work.step(state) for state in states]
         torch.cuda.synchronize(self.device)
+        if any("CUDA Graph is empty" in str(warning.message) for warning in warned):
+            raise Uncaptured("a CUDA graph captures none of its kernels: they run on another stream")
         with no_collection():
             replay = Work(lambda i: None, lambda _: graph.replay())
             replay.step(None)  # the first replay uploads the graph

@@ -31,7 +31,7 @@ from torch import Tensor
 from . import machine, memory, plugin, spent, targets, truth
 from .problem import Problem, Task, handed_over
 from .reason import log_error, message, reason, text
-from .timing import CpuTimer, CudaTimer, Timer, Turn, Work, calls_per_sample
+from .timing import CpuTimer, CudaTimer, Timer, Turn, Uncaptured, Work, calls_per_sample
 from .truths import Truths
 
 if TYPE_CHECKING:
@@ -316,6 +316,8 @@ class Server:
         found: Reply = {"leaving": False}
         try:
             found["graph_us"] = round(prepared.timer.graph_us(prepared.work, REPLAYS, prepared.calls), 3)
+        except Uncaptured as error:
+            found |= {"graph_us": None, "graph_us_reason": str(error)}
         except Exception as error:  # the timings stay valid
             log_error()
             found = {"graph_us": None, "graph_us_reason": reason(error), "leaving": True}
