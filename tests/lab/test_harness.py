@@ -141,6 +141,14 @@ def test_samples_have_fewer_calls_where_even_the_fastest_takes_long(monkeypatch,
     assert {m.prepared["calls_per_sample"] for m in made.measurements} == {calls}
 
 
+@pytest.mark.parametrize(("us", "calls"), [(900.0, 16), (1100.0, 16), (5000.0, 5), (90_000.0, 1)])
+def test_samples_of_a_hopeless_provider_take_no_longer_than_its_turns(monkeypatch, tmp_path, us, calls):
+    times = {"eager": us, "liger": 100.0, "floor-copy": 1.0}
+    made = studied(monkeypatch, tmp_path, times, spread=0.01, asked=lambda _: {"calls_per_sample": 16})
+    by_name = {m.provider.removesuffix("#2"): m.prepared["calls_per_sample"] for m in made.measurements}
+    assert by_name == {"eager": calls, "liger": 16, "floor-copy": 16}
+
+
 def timed(monkeypatch, kind):
     """The machine, with its virtual time as the study's clock."""
 

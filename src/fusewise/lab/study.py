@@ -59,11 +59,17 @@ def _samples(warmed: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
     return {name: common if name in alike else int(found["samples"]) for name, found in warmed.items()}
 
 
-def _calls(warmed: Mapping[str, Mapping[str, Any]]) -> int:
-    """Calls per sample: as many as the problem's size asks for, but fewer if even the fastest provider takes long."""
-    fastest = min((found["estimate_us"] for name, found in warmed.items() if not analysis.is_floor(name)), default=0.0)
-    most: int = min((found.get("calls_per_sample", 1) for found in warmed.values()), default=1)
-    return max(1, min(most, int(SAMPLE_SECONDS * 1e6 / fastest))) if fastest else most
+def _calls(warmed: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """Calls per sample, by provider: as many as the problem's size asks for, but fewer if even the fastest takes long. A
+    hopeless provider's sample has no more calls than its turn has time for.
+    """
+    estimates = {name: found["estimate_us"] for name, found in warmed.items()}
+    fastest = min((us for name, us in estimates.items() if not analysis.is_floor(name)), default=0.0)
+    calls: int = min((found.get("calls_per_sample", 1) for found in warmed.values()), default=1)
+    if fastest:
+        calls = min(calls, int(SAMPLE_SECONDS * 1e6 / fastest))
+    fitting = {n: int(HOPELESS_SECONDS * 1e6 / us) for n, us in estimates.items() if us > HOPELESS * fastest > 0}
+    return {name: max(1, min(calls, fitting.get(name, calls))) for name in warmed}
 
 
 def _slow(measurement: Measurement, fastest_us: float) -> bool:
@@ -244,13 +250,13 @@ class Study:
         warmed = {s.name: measurements[s.name].prepared for s in seats}
         samples, calls = _samples(warmed), _calls(warmed)
         for name, count in samples.items():
-            measurements[name].prepared |= {"samples": count, "calls_per_sample": calls}
+            measurements[name].prepared |= {"samples": count, "calls_per_sample": calls[name]}
         own, took = dict(samples), dict[str, float]()  # seconds per sample in the last turn
         patient = seats  # the providers that still take part in every round
         for number in range(options.max_rounds):
             for seat in self.random.sample(patient, len(patient)):
                 begun = time.monotonic()
-                turn = asked(seat, "round", f"round {number}", samples=samples[seat.name], calls=calls)
+                turn = asked(seat, "round", f"round {number}", samples=samples[seat.name], calls=calls[seat.name])
                 took[seat.name] = (time.monotonic() - begun) / samples[seat.name]
                 if turn is None:
                     seats = [s for s in seats if s is not seat]

@@ -37,10 +37,11 @@ class Tiles(NamedTuple):
 
     def cost(self, rows: int, hidden: int, at_once: int) -> int:
         """The waves' cost per step of 64 in depth. Operand loads add the equivalent of LOADS columns per tile. If at most half of the
-        device has tiles of the last wave, sideways ones are halved, which loads as much of the weights for each half."""
+        device has tiles of the last wave, sideways ones are halved, which loads as much of the weights for each half; that costs
+        more if other waves precede it."""
         full, left = divmod(-(-rows // self.rows) * -(-hidden // self.features), max(1, at_once))
         halved = self.epilogue != Y and 2 * left <= at_once
-        last = (self.columns // 2 + 48 if halved else self.columns + LOADS) if left else 0
+        last = (self.columns // 2 + (48 if full else 40) if halved else self.columns + LOADS) if left else 0
         return full * (self.columns + LOADS) + last
 
 
@@ -124,14 +125,14 @@ def gluon_takes_less(kernel: str, rows: int, depth: int, hidden: int, processors
 @functools.lru_cache(maxsize=1024)
 def width_of_stream(rows: int, hidden: int, processors: int) -> int | None:
     """Features of a tile in the weight-streaming kernel (`few_rows.cuh`), or None if tiles of the other kernels cost less. Up
-    to 64 features need a single warpgroup, which from 33 to 128 rows is 2 % faster at the same cost and about the same traffic."""
+    to 64 features need a single warpgroup, which from 33 to 128 rows is 3 % faster at the same cost, unless it reads much more of x."""
     columns = next((n for n in STREAM_COLUMNS if rows <= n), None)
     if columns is None:
         return None
     of = {"columns": columns, "hidden": hidden, "processors": processors}
     narrow, wide = (choose_width(widest=widest, **of) for widest in (64, 128))
     gain = _stream_cost(wide, **of) - _stream_cost(narrow, **of)
-    level = gain == 0 and rows <= STREAM_ROWS and busiest(narrow, **of) <= 1.15 * busiest(wide, **of)
+    level = gain == 0 and rows <= STREAM_ROWS and busiest(narrow, **of) <= 1.1 * busiest(wide, **of)
     width = narrow if rows > 32 and (gain > 0 or level) else wide
     if rows <= STREAM_ROWS:
         return width
