@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from user_problems import RMS, eager, problem
 
-from fusewise.lab import targets, truth
+from fusewise.lab import plan, targets, truth
 from fusewise.lab.plugin import Vjp
 from fusewise.lab.problem import Task
 
@@ -143,3 +143,58 @@ class Wide(torch.autograd.Function):
 def test_autograd_casts_a_gradient_by_itself() -> None:
     p = problem("doubled", "fp32[8,4]", pass_="bwd")
     assert truth.check(p, replace(eager(p), call=Wide.apply)).reason == ""
+
+
+@pytest.fixture
+def _precision() -> Any:
+    before = torch.get_float32_matmul_precision()
+    yield
+    targets.set_precision("")
+    torch.set_float32_matmul_precision(before)
+
+
+def _task(dtype: str, device: str = "cpu") -> Task:
+    return Task("geglu", "quick-decode", dtype, "fwd", device, 0)
+
+
+@pytest.mark.usefixtures("_precision")
+@pytest.mark.parametrize("usual", ["highest", "medium"])
+def test_tf32_is_float32_and_lasts_as_long_as_its_task(usual: str) -> None:
+    torch.set_float32_matmul_precision(usual)
+    for dtype, precision in (("fp32", usual), ("tf32", "high"), ("tf32", "high"), ("bf16", usual), ("fp32", usual)):
+        p = targets.problem_for(_task(dtype))
+        assert torch.get_float32_matmul_precision() == precision
+        assert p.tensors[0].dtype == (torch.bfloat16 if dtype == "bf16" else torch.float32)
+    assert p.bytes_min() == targets.problem_for(_task("tf32")).bytes_min()
+
+
+@pytest.mark.usefixtures("_precision")
+def test_a_function_of_16_bit_inputs_gets_float32_for_tf32() -> None:
+    p = problem("rms", "x=bf16[8,16]", "weight=bf16[16]", dtype="tf32")
+    assert {x.dtype for x in p.tensors} == {torch.float32}
+
+
+def test_tf32_is_for_matmuls_on_a_gpu(monkeypatch: Any, tmp_path: Any) -> None:
+    refused = r"dtype must be one of fp32, bf16, fp16, got 'tf32' \(tf32 is for matmuls on a GPU\); choose one"
+    with pytest.raises(ValueError, match=refused):
+        plan.options(plan.Request(target="geglu", dtypes=["tf32"], device="cpu"), tmp_path)
+    monkeypatch.setattr(plan, "device", lambda _: "cuda:0")
+    with pytest.raises(ValueError, match=refused):
+        plan.options(plan.Request(target="rope", dtypes=["tf32"]), tmp_path)
+    asked = plan.Request(target="geglu", cases=["shapes-aligned"], dtypes=["fp32", "tf32"], providers=["eager"])
+    found = plan.options(asked, tmp_path)
+    assert {task.dtype for task in found.tasks} == {"fp32", "tf32"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("_precision")
+def test_products_round_in_tf32_alone() -> None:
+    """Both are checked against float64 with eager code's own error in the same precision."""
+    error = {}
+    for dtype in ("fp32", "tf32"):
+        p = targets.problem_for(_task(dtype, "cuda:0"))
+        found = truth.check(p, eager(p))
+        assert found.reason == ""
+        error[dtype] = found.eager.worst
+    assert error["tf32"] > 20 * error["fp32"]

@@ -146,14 +146,14 @@ def test_every_form_of_the_gated_unit_agrees_with_float64(name, request):
     assert_scripted_and_jax_agree(p, request)
 
 
-@pytest.mark.parametrize(("rows", "form"), [(64, "fused"), (65, "chunked")])
+@pytest.mark.parametrize(("rows", "form"), [(64, "fused"), (65, "quarters")])
 def test_float32_of_many_rows_is_made_in_chunks_by_triton_alone(rows, form, monkeypatch):
     made = GatedCase(name="small", rows=rows, features=8, hidden=8, dtypes=("fp32", "bf16"))
     monkeypatch.setattr(geglu, "case", lambda name: made)
     for provider, expected in ((ours.GatedTriton, form), (ours.GatedTritonRecompute, f"{form}-recompute")):
         assert provider().build(problem("geglu", "small", "fp32", "fwd+bwd")).form == expected
         assert provider().build(problem("geglu", "small", "bf16", "fwd+bwd")).form == expected.replace(
-            "chunked", "fused"
+            "quarters", "fused"
         )
 
 

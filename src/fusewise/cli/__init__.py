@@ -144,7 +144,12 @@ Examples:
     help="Comma-separated names, or module:attribute. Default: all available.",
 )
 @click.option("--pass", "passes", help="fwd, bwd, fwd+bwd, or both (fwd and bwd apart). Default: the case's own.")
-@click.option("--dtype", "dtypes", callback=_names, help="Comma-separated: fp32, bf16, fp16. Default: the case's own.")
+@click.option(
+    "--dtype",
+    "dtypes",
+    callback=_names,
+    help="Comma-separated: fp32, bf16, fp16, tf32 (float32 with matmuls in tf32; on a GPU). Default: the case's own.",
+)
 @click.option("--device", help="cpu or cuda[:index]. Default: the GPU if there is one.")
 @click.option("--out", type=Folder(file_okay=False, path_type=Path), help="Run directory. Default: fusewise-runs/….")
 @click.option("--rounds", callback=_rounds, metavar="MIN:MAX", help="Rounds of each comparison. Default: 5:30.")

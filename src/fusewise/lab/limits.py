@@ -22,7 +22,7 @@ from fusewise._shared import cache
 from fusewise.ops.gated_linear import _onednn
 
 from . import machine
-from .problem import DTYPES
+from .problem import DTYPES, PRECISIONS, set_precision
 from .record import Json
 from .schema import fault
 from .timing import CpuTimer, CudaTimer, Timer, Wait, Work
@@ -55,7 +55,7 @@ def measure(device: str) -> Json:
         "copy_gb_s": copy,
         "triad_gb_s": triad,
         "launch_us": _launch(timer, where),
-        "matmul_tflop_s": {name: _matmul(timer, where, dtype, generator) for name, dtype in DTYPES.items()},
+        "matmul_tflop_s": {n: _matmul(timer, where, n, generator) for n in (PRECISIONS if kind == "cuda" else DTYPES)},
         "clocks": clocks,
         "versions": machine.versions(("torch", "triton")),
     }
@@ -78,16 +78,17 @@ def _vectors(timer: Timer, device: torch.device, generator: torch.Generator) -> 
     return 2 * 4 * words / copy / 1e3, 3 * 4 * words / triad / 1e3
 
 
-def _matmul(timer: Timer, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> float:
+def _matmul(timer: Timer, device: torch.device, dtype: str, generator: torch.Generator) -> float:
     """TFLOP/s of a square product; on a CPU of the faster of torch's two libraries. Inputs are normally distributed,
     because products of zeros draw less power and run faster."""
     n = MATMUL_SIZE[device.type]
-    a, b = (torch.randn(n, n, generator=generator, device=device).to(dtype) for _ in range(2))
+    a, b = (torch.randn(n, n, generator=generator, device=device).to(PRECISIONS[dtype]) for _ in range(2))
     out = torch.empty_like(a)
     by_onednn = _onednn.takes(a, b)
-    return float(
-        2 * n**3 / _microseconds(timer, lambda: _onednn.linear(a, b) if by_onednn else torch.mm(a, b, out=out)) / 1e6
-    )
+    set_precision(dtype)
+    took = _microseconds(timer, lambda: _onednn.linear(a, b) if by_onednn else torch.mm(a, b, out=out))
+    set_precision("")
+    return 2 * n**3 / took / 1e6
 
 
 def _launch(timer: Timer, device: torch.device) -> float:

@@ -15,7 +15,7 @@ from . import machine, plugin, targets
 from .folder import file_name
 from .names import shortened
 from .options import Options
-from .problem import DTYPES, PASSES, Pass, Task
+from .problem import DTYPES, PASSES, PRECISIONS, Pass, Task
 
 #: Values of `--pass` and the passes they measure.
 PASS_CHOICES: dict[str, tuple[Pass, ...]] = {
@@ -64,8 +64,10 @@ def options(request: Request, out: Path) -> Options:
                 f"study: cases must have names of their own, got {case.name!r} for {other} and for {case.shape}; rename one"
             )
     for dtype in request.dtypes:
-        if dtype not in DTYPES:
-            raise ValueError(f"study: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one")
+        known = PRECISIONS if target.multiplies and where.startswith("cuda") else DTYPES
+        if dtype not in known:
+            only = " (tf32 is for matmuls on a GPU)" if dtype in PRECISIONS else ""
+            raise ValueError(f"study: dtype must be one of {', '.join(known)}, got {dtype!r}{only}; choose one")
     if request.passes is not None and request.passes not in [*PASS_CHOICES]:
         raise ValueError(f"study: pass must be one of {', '.join(PASS_CHOICES)}, got {request.passes!r}; choose one")
     tasks = [

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from fusewise.ops._cases import DTYPES as DTYPES
+from fusewise.ops._cases import PRECISIONS as PRECISIONS
+
 Pass = Literal["fwd", "bwd", "fwd+bwd"]
 PASSES: tuple[Pass, ...] = ("fwd", "bwd", "fwd+bwd")
 
@@ -38,6 +40,18 @@ class Task:
     @property
     def key(self) -> tuple[str, str, str, str]:
         return (self.op, self.case, self.dtype, self.pass_)
+
+
+_usual: list[str] = []  # this process's precision of float32 matmuls, while a task has another
+
+
+def set_precision(dtype: str) -> None:
+    """Let float32 matmuls round their operands to tf32 if the task's dtype says so, else what this process had."""
+    if dtype == "tf32" and not _usual:
+        _usual.append(torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("high")
+    elif dtype != "tf32" and _usual:
+        torch.set_float32_matmul_precision(_usual.pop())
 
 
 def same(*arguments: Any) -> Any:
@@ -143,7 +157,7 @@ class Problem:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.device = torch.device(task.device)
-        self.dtype = DTYPES[task.dtype]
+        self.dtype = PRECISIONS[task.dtype]
         #: Inputs; floating and complex ones are differentiable. A cold-cache measurement rotates over copies of them.
         self.tensors: tuple[Tensor, ...] = ()
         #: Indices of differentiable tensors that need no gradient.

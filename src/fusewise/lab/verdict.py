@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from . import analysis
 from .analysis import TWIN, Ratio, is_floor, is_ours
-from .problem import DTYPES
+from .problem import PRECISIONS
 from .record import Json, Measurement, Record, Row
 from .render import groups, number, percent, size
 from .truth import allowed
@@ -148,9 +148,9 @@ def _bound(limited: Row | None, rows: Sequence[Row]) -> Bound:
 
 def _nearly_right(row: Row) -> bool:
     """Whether the result is wrong by a small factor only."""
-    if row.status != "wrong" or row.dtype not in DTYPES or row.error is None or row.error_eager is None:
+    if row.status != "wrong" or row.dtype not in PRECISIONS or row.error is None or row.error_eager is None:
         return False
-    return row.error <= NEARLY * allowed(row.error_eager, DTYPES[row.dtype])
+    return row.error <= NEARLY * allowed(row.error_eager, PRECISIONS[row.dtype])
 
 
 def _time(row: Row) -> float:

@@ -13,6 +13,8 @@ import torch
 
 Pass = Literal["fwd", "bwd", "fwd+bwd"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: What a case can be measured in: also float32 whose matmuls may round their operands to tf32.
+PRECISIONS: dict[str, torch.dtype] = {**DTYPES, "tf32": torch.float32}
 
 
 class Named(Protocol):

@@ -85,6 +85,16 @@ def test_on_a_cpu_a_chunk_of_the_gate_comes_on_top() -> None:
     assert decode.predicted_bytes("fwd", "fp32", "chunked") == 3 * decode.output_bytes("fp32")
 
 
+def test_float32_on_a_gpu_needs_a_quarter_of_the_gate() -> None:
+    found = case("shapes-aligned")
+    h = found.output_bytes("fp32")
+    for form, plain in (("quarters", "fused"), ("quarters-recompute", "fused-recompute")):
+        assert found.predicted_bytes("fwd", "fp32", form) == h + h // 4
+        assert found.predicted_bytes("fwd+bwd", "fp32", form) == found.predicted_bytes("fwd+bwd", "fp32", plain)
+    few = case("quick-swiglu")  # no more than 512 rows: one chunk
+    assert few.predicted_bytes("fwd", "fp32", "quarters") == 2 * few.output_bytes("fp32")
+
+
 @pytest.mark.parametrize("name", ["quick-diffusers", "quick-swiglu", "quick-decode"])
 def test_the_op_accepts_the_inputs(name: str) -> None:
     found = case(name)

@@ -136,7 +136,7 @@ def test_rows_beyond_int32(monkeypatch: Any) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_float32_of_many_rows_is_taken_in_chunks(layout: Any, bias: bool, monkeypatch: Any) -> None:
     """Chunks of 64 rows and a ragged one: outputs, gradients and the tensors saved besides y."""
-    monkeypatch.setattr(_triton.chunks, "rows_of", lambda _: 64)
+    monkeypatch.setattr(_triton.chunks, "gpu_rows_of", lambda _: 64)
     for module in (_triton, _triton_gate):
         monkeypatch.setattr(module, "launch", _only_gates(_triton_gate.launch))
     spec, (rows, features, hidden) = Spec("gelu_tanh", layout), (150, 40, 72)

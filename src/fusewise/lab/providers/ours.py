@@ -167,7 +167,7 @@ class _Gated(Ours):
         if self.save == "input" and problem.task.pass_ == "fwd":
             raise Unsupported("without gradients nothing is saved: see fusewise-" + self.impl)
         many = gated.dtype == torch.float32 and gated.case.rows > FEW_ROWS  # these use the platform's library
-        form = "chunked" if self.impl == "triton" and many else self.form
+        form = "quarters" if self.impl == "triton" and many else self.form
         if self.save == "input":
             form = f"{form}-recompute"
         return Run(lambda *xs: gated.operation(*xs, save=self.save, impl=self.impl), form=form)

@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from ..names import nearest
-from ..problem import Pass, Problem, Task
+from ..problem import Pass, Problem, Task, set_precision
 from ..reason import reason
 
 ENTRY_POINTS = "fusewise.targets"
@@ -61,6 +61,8 @@ class Target:
     hurried: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     #: Per preset, the cases whose record also gets every provider's profile.
     profiled: ClassVar[Mapping[str, Sequence[str]]] = {}
+    #: Whether it multiplies matrices, so that float32 can be measured in tf32, too.
+    multiplies: ClassVar[bool] = False
 
     def presets(self) -> Mapping[str, Sequence[Case]]:
         """Named sets of cases, in display order."""
@@ -178,7 +180,8 @@ def _of_preset(name: str) -> Target | None:
 
 
 def problem_for(task: Task) -> Problem:
-    """The task's problem, made by its target."""
+    """The task's problem, made by its target. Sets the precision of float32 matmuls that it is to be measured with."""
+    set_precision(task.dtype)
     if ":" in task.op:
         from .user_problem import UserProblem
 

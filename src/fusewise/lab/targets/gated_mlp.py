@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fusewise.ops.gated_linear._chunks import chunk_bytes
+from fusewise.ops.gated_linear._chunks import chunk_bytes, gpu_rows_of
 from fusewise.ops.gated_linear.api import gated_mlp
 from fusewise.ops.gated_linear.cases import GatedCase, case
 
-from ..problem import DTYPES, Pass, Problem, Program, Task
+from ..problem import PRECISIONS, Pass, Problem, Program, Task
 from . import Case, Target
 from .geglu import ACTIVATE, GatedProblem, jax_unit, unit
 
@@ -34,6 +34,8 @@ HELD = {
     "chunked-recompute": 0,
     "chunked-apart": 2,
     "chunked-apart-recompute": 0,
+    "quarters": 2,
+    "quarters-recompute": 0,
 }
 
 
@@ -66,12 +68,12 @@ class MlpCase:
 
     def output_bytes(self, dtype: str) -> int:
         """Bytes of z."""
-        return self.unit.rows * self.unit.features * DTYPES[dtype].itemsize
+        return self.unit.rows * self.unit.features * PRECISIONS[dtype].itemsize
 
     def bytes_min(self, direction: Pass, dtype: str) -> int:
         """Forward: reads x, weights and bias, writes z. Backward: reads those and dz, writes their gradients. y need
         not go through DRAM."""
-        size = DTYPES[dtype].itemsize
+        size = PRECISIONS[dtype].itemsize
         read = (self.unit.weight_elements + self.down_elements) * size + self.output_bytes(dtype)  # x is as large as z
         forward, backward = read + self.output_bytes(dtype), 2 * read + self.output_bytes(dtype)
         return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[direction]
@@ -87,9 +89,9 @@ class MlpCase:
         Forward: the unit's own peak, or y and z. Backward: "eager" holds 4 h and creates the gradients of y, value and
         gate on the way, "two-kernels" (torch.compile) 3 h and two of these; both while dW_down is alive. "fused" keeps
         the pre-activations, overwrites them with their gradient, and recomputes y; with oneDNN ("apart") a chunk of its
-        gradient comes on top (`apart_bytes` beside dW). dx, dW and db are created after y is freed.
+        gradient comes on top (`apart_bytes` beside dW), with "quarters" one of y's gradient. dx, dW and db are created after y is freed.
         """
-        size = DTYPES[dtype].itemsize
+        size = PRECISIONS[dtype].itemsize
         h, z, down = self.unit.output_bytes(dtype), self.output_bytes(dtype), self.down_elements * size
         forward = max(self.unit.predicted_bytes("fwd", dtype, form), h + z)
         if direction == "fwd":
@@ -101,6 +103,8 @@ class MlpCase:
                 most + chunk_bytes(self.unit.rows, self.unit.hidden * size),
                 last + self.unit.apart_bytes(dtype),
             )
+        if form.startswith("quarters"):
+            most += min(self.unit.rows, gpu_rows_of(self.unit.rows)) * self.unit.hidden * size
         return max(forward, most, last)
 
 
@@ -131,6 +135,7 @@ class GatedMlp(Target):
 
     name = "gated_mlp"
     default_preset = "mlp-quick"
+    multiplies = True
     hurried: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "mlp-quick": {"time_limit": 120.0, "max_rounds": 10},
         "mlp-widths": {"time_limit": 300.0},

@@ -29,6 +29,8 @@ HELD = {
     "chunked-recompute": 0,
     "chunked-apart": 2,
     "chunked-apart-recompute": 0,
+    "quarters": 2,
+    "quarters-recompute": 0,
 }
 
 
@@ -37,6 +39,7 @@ class Geglu(Target):
 
     name = "geglu"
     default_preset = "geglu-quick"
+    multiplies = True
     hurried: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "geglu-quick": {"time_limit": 120.0, "max_rounds": 10},
         "geglu-memory": {"time_limit": 600.0},

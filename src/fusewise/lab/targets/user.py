@@ -49,6 +49,8 @@ class UserCase:
 class User(Target):
     """The function at `place`, called with arguments described by `texts`."""
 
+    multiplies = True  # perhaps
+
     def __init__(self, place: str, texts: Sequence[str] = ()) -> None:
         self.place, self.texts = functions.absolute(place), tuple(texts)
         path, _, attribute = self.place.rpartition(":")

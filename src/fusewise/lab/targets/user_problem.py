@@ -19,7 +19,7 @@ from .. import earlier
 from ..counting import counted
 from ..errors import equal, errors
 from ..modes import Result
-from ..problem import DTYPES, Problem, Program, Task, differentiable, widened
+from ..problem import DTYPES, PRECISIONS, Problem, Program, Task, differentiable, widened
 from ..reads import storage as memory
 from ..reason import reason
 from . import functions, inputs
@@ -78,7 +78,7 @@ class UserProblem(Problem):
         """A module on the task's device and in its dtype; functions unchanged."""
         if not isinstance(function, nn.Module):
             return function
-        dtype = DTYPES[self.task.dtype]
+        dtype = PRECISIONS[self.task.dtype]
         function = function.to(self.device)
         return function if dtype == torch.float32 else _cast(function, lambda d: dtype if d.is_floating_point else d)
 
@@ -155,7 +155,7 @@ class UserProblem(Problem):
                 f"study: dtype must be fp32 where no input is of {', '.join(DTYPES)}, got {self.task.dtype!r}; leave it out"
             )
         if isinstance(spec, inputs.TensorSpec) and spec.dtype == first:
-            return replace(spec, dtype=self.task.dtype)
+            return replace(spec, dtype="fp32" if self.dtype == torch.float32 else self.task.dtype)
         return spec
 
     def _make(self, name: str, spec: inputs.TensorSpec) -> Tensor:

@@ -1,8 +1,8 @@
 """Unfused path: BLAS products and a separate gate, chunk by chunk of rows. Used on a CPU, and for float32 on a GPU.
 
-Chunks are small enough that the gate finds their pre-activations in cache. In inference the value's pre-activations are
-written to y itself and the gate's to one scratch chunk; with oneDNN (`_onednn.py`) both get chunks of their own. If
-pre-activations are saved, or their gradient is computed, chunks are slices of those tensors.
+A CPU's chunks are small enough that the gate finds their pre-activations in cache. In inference the value's pre-activations
+are written to y itself and the gate's to one scratch chunk; with oneDNN (`_onednn.py`) both get chunks of their own. If
+pre-activations are saved, or their gradient is computed, chunks are slices of those tensors; a GPU then needs none.
 """
 
 from __future__ import annotations
@@ -23,11 +23,18 @@ CHUNK_BYTES = 16 << 20
 CHUNK_ROWS = 512
 #: Up to this many rows both halves of a single matrix are one product: reading the weight dominates, and a chunk is small.
 FEW_ROWS = 64
+#: Chunks of a GPU, where the gate needs scratch memory: each product leaves part of the GPU idle at its end.
+GPU_CHUNKS = 4
 
 
 def rows_of(row_bytes: int) -> int:
     """Rows of a chunk, given the bytes of a row of both pre-activations."""
     return max(CHUNK_ROWS, CHUNK_BYTES // max(row_bytes, 1) // ROW_MULTIPLE * ROW_MULTIPLE)
+
+
+def gpu_rows_of(rows: int) -> int:
+    """Rows of a chunk on a GPU, given those of the matrix."""
+    return max(CHUNK_ROWS, -(-rows // GPU_CHUNKS))
 
 
 def chunk_bytes(rows: int, row_bytes: int) -> int:
@@ -43,9 +50,8 @@ def scratch_bytes(rows: int, hidden: int, itemsize: int, fused: bool = True, apa
     return chunk_bytes(rows, 2 * hidden * itemsize) // (1 if apart else 2)
 
 
-def slices(rows: int, row_bytes: int) -> Iterator[slice]:
-    """Slices of the rows; all but the last are multiples of ROW_MULTIPLE."""
-    size = rows_of(row_bytes)
+def slices(rows: int, size: int) -> Iterator[slice]:
+    """Slices of the rows, of `size` but for the last."""
     for start in range(0, rows, size):
         yield slice(start, min(rows, start + size))
 
@@ -58,15 +64,16 @@ def part_of(preact: Preact, chunk: slice, spec: Spec) -> Preact:
 
 
 def forward(
-    x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None, gate: Callable[[Tensor, Tensor, Tensor], None]
+    x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None, gate: Callable[[Tensor, Tensor, Tensor], None],
+    size: int,
 ) -> None:  # fmt: skip
-    """`forward` of an implementation whose elementwise gate is `gate(u, g, y)`; y may be u."""
+    """`forward` of an implementation whose elementwise gate is `gate(u, g, y)`, in chunks of `size` rows; y may be u."""
     rows, hidden = y.shape
     if preact is None and spec.fused and rows <= FEW_ROWS:  # one product: reading the weight dominates
         gate(*split_preact(_both(x, halves, spec), spec), y)
         return
     scratch = None
-    for chunk in slices(rows, 2 * hidden * x.element_size()):
+    for chunk in slices(rows, size):
         if preact is not None:
             part = part_of(preact, chunk, spec)
             products(x[chunk], halves, spec, part)

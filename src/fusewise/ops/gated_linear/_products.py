@@ -18,7 +18,7 @@ from torch.nn import functional
 from .._choice import Choice
 from .._register import register
 from . import _onednn as onednn
-from ._chunks import slices
+from ._chunks import rows_of, slices
 from ._problem import describable
 
 COLUMN_MULTIPLE = 8  # rows are padded to a multiple of this many columns: 16 bytes
@@ -87,7 +87,7 @@ def product(part_MF: Tensor, weight_FD: Tensor, total: Tensor | None = None) -> 
     if onednn.takes(part_MF, weight_FD.mT):
         if total is None:
             return onednn.linear(part_MF, weight_FD.mT)
-        for rows in slices(part_MF.shape[0], total.shape[1] * total.element_size()):  # avoids a second `total`
+        for rows in slices(part_MF.shape[0], rows_of(total.shape[1] * total.element_size())):  # avoids a second `total`
             total[rows].add_(onednn.linear(part_MF[rows], weight_FD.mT))
         return total
     return torch.mm(part_MF, weight_FD) if total is None else total.addmm_(part_MF, weight_FD)
@@ -108,7 +108,7 @@ def transposed(part_MF: Tensor, x_MD: Tensor, to: Tensor | None = None) -> Tenso
 
 def _transposed_in_chunks(part_MF: Tensor, x_MD: Tensor) -> Tensor:
     """partᵀ · x by oneDNN, in chunks of rows, since oneDNN copies a transposed left operand."""
-    first, *others = slices(part_MF.shape[0], part_MF.shape[1] * part_MF.element_size())
+    first, *others = slices(part_MF.shape[0], rows_of(part_MF.shape[1] * part_MF.element_size()))
     total = onednn.linear(part_MF[first].mT, x_MD[first].mT)
     for rows in others:
         total.add_(onednn.linear(part_MF[rows].mT, x_MD[rows].mT))

@@ -1,7 +1,7 @@
 """`impl="triton"` of the gated linear unit: configurations, arguments and launch of the GEMM kernels in `_triton_kernel.py`.
 
 Elementwise kernels are launched by `_triton_gate.py`. float32 products of more than 64 rows go to the platform's BLAS,
-in chunks of rows with the gate as a separate kernel (`_chunks.py`).
+with the gate as a separate kernel (`_chunks.py`).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _has_tma(device: int) -> bool:
 def path(x: Tensor, halves: Halves) -> str:
     """For `explain_dispatch`: how a call's products move their matrices, why, and which configurations are tuned."""
     if by_library(x):
-        return "float32 matmuls by the platform's library, followed by the gate, in chunks of rows"
+        return "float32 matmuls by the platform's library, followed by the gate"
     moved, hidden = _moved(x, halves), halves.value.shape[0]
     keys = [product_key(e, x, hidden, moved.startswith("by TMA")) for e in ("y", "preact", "gradient")]
     tuned = TUNED.explain(x.get_device(), [*keys, Key("gate", x.dtype, "", x.shape[0], 0, hidden)])
@@ -243,7 +243,8 @@ def by_library(x: Tensor) -> bool:
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
     """`impl="triton"`: this and the gradients as in `reference.py`."""
     if by_library(x):
-        return chunks.forward(x, halves, spec, y, preact, lambda u, g, to: gate(u, g, to, spec.activation))
+        size = x.shape[0] if preact is not None else chunks.gpu_rows_of(x.shape[0])
+        return chunks.forward(x, halves, spec, y, preact, lambda u, g, to: gate(u, g, to, spec.activation), size)
     _linear(x, halves, spec, "y" if preact is None else "preact", y=y, preact=preact)
 
 
@@ -251,23 +252,9 @@ def recompute_gradient(
     dy: Tensor, x: Tensor, halves: Halves, dpreact: Tensor, spec: Spec, dbias: Tensor | None
 ) -> None:
     if by_library(x):
-
-        def chunk_gradient(chunk: slice, dbias: Tensor | None) -> None:
-            part = chunks.part_of(dpreact, chunk, spec)
-            chunks.products(x[chunk], halves, spec, part)
-            gradient(dy[chunk], part, part, spec, dbias)
-
-        return _in_chunks(dy, chunk_gradient, dbias)
+        chunks.products(x, halves, spec, dpreact)
+        return gradient(dy, dpreact, dpreact, spec, dbias)
     _linear(x, halves, spec, "gradient", preact=dpreact, dy=dy, dbias=dbias)
-
-
-def _in_chunks(y: Tensor, gradient_of: Callable[[slice, Tensor | None], None], dbias: Tensor | None) -> None:
-    """Call `gradient_of` for chunks of the rows of y, each with its own partial bias gradient, and reduce these."""
-    parts = list(chunks.slices(y.shape[0], 2 * y.shape[1] * y.element_size()))
-    sums = new_sums(dbias, len(parts))
-    for i, chunk in enumerate(parts):
-        gradient_of(chunk, None if sums is None else sums[i])
-    add_up(sums, dbias)
 
 
 def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Tensor | None) -> None:
@@ -311,14 +298,14 @@ def down_gradient(
     if dz.shape[0] == 0:
         return no_rows(dbias)
     if by_library(dz):
-
-        def chunk_gradient(chunk: slice, dbias: Tensor | None) -> None:
+        parts = list(chunks.slices(y.shape[0], chunks.gpu_rows_of(y.shape[0])))  # dy of one at a time
+        sums = new_sums(dbias, len(parts))
+        for i, chunk in enumerate(parts):
             dy = dz[chunk] @ w_down
             before, after = chunks.part_of(preact, chunk, spec), chunks.part_of(dpreact, chunk, spec)
             gate(*split_preact(before, spec), y[chunk], spec.activation)
-            gradient(dy, before, after, spec, dbias)
-
-        return _in_chunks(y, chunk_gradient, dbias)
+            gradient(dy, before, after, spec, None if sums is None else sums[i])
+        return add_up(sums, dbias)
     device = dz.get_device()
     processors = processors_of(device)
     before, after = split_preact(preact, spec), split_preact(dpreact, spec)

@@ -90,7 +90,7 @@ def gated_linear(
 
     Memory: without gradients only y (on a CPU also a chunk of the gate's pre-activations: 8 MiB, or 512 rows if that is
     more; of both pre-activations where oneDNN computes float32 products, which needs such a chunk in the backward, too,
-    and a second dW). Besides the returned gradients, backward needs 2F elements per row with `save="input"` (F if that
+    and a second dW; in float32 on a GPU a quarter of the rows of the gate's). Besides the returned gradients, backward needs 2F elements per row with `save="input"` (F if that
     would be 256 MiB or more, or its rows must be copied), and nothing with `save="preact"` unless the graph is
     retained: the gradient of the pre-activations overwrites them. The bias gradient is accumulated in float32 in a fixed
     order, by partial sums (2F for every 32 or more rows of a large problem): bitwise reproducible, no atomics. On a GPU,

@@ -19,14 +19,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .._cases import DTYPES, Pass, by_pass, of_name, of_preset, seed_of
+from .._cases import PRECISIONS, Pass, by_pass, of_name, of_preset, seed_of
 from ._autograd import LARGE_BYTES
-from ._chunks import chunk_bytes, rows_of, scratch_bytes
+from ._chunks import chunk_bytes, gpu_rows_of, rows_of, scratch_bytes
 from ._problem import Activation
 
 #: Memory model of a provider; see `GatedCase.predicted_bytes`.
 Form = Literal[
-    "eager", "two-kernels", "fused", "fused-recompute", "chunked", "chunked-recompute", "chunked-apart", "chunked-apart-recompute"
+    "eager", "two-kernels", "fused", "fused-recompute", "chunked", "chunked-recompute", "chunked-apart", "chunked-apart-recompute",
+    "quarters", "quarters-recompute",
 ]  # fmt: skip
 
 
@@ -73,7 +74,7 @@ class GatedCase:
         their gradients. Saved and intermediate tensors are an implementation's choice."""
         read = self.rows * self.features + self.weight_elements
         y = self.rows * self.hidden
-        return by_pass("gated_cases", direction, read + y, 2 * read + y) * DTYPES[dtype].itemsize
+        return by_pass("gated_cases", direction, read + y, 2 * read + y) * PRECISIONS[dtype].itemsize
 
     def flops_min(self, direction: Pass) -> int:
         """Multiplications and additions of the products: one forward, two backward (dx and dW)."""
@@ -82,11 +83,11 @@ class GatedCase:
 
     def output_bytes(self, dtype: str) -> int:
         """y: what an inference must allocate."""
-        return self.rows * self.hidden * DTYPES[dtype].itemsize
+        return self.rows * self.hidden * PRECISIONS[dtype].itemsize
 
     def gradient_bytes(self, dtype: str) -> int:
         """dx, dW and db: what a backward must allocate."""
-        return (self.rows * self.features + self.weight_elements) * DTYPES[dtype].itemsize
+        return (self.rows * self.features + self.weight_elements) * PRECISIONS[dtype].itemsize
 
     def predicted_bytes(self, direction: Pass, dtype: str, form: Form) -> int:
         """Peak bytes besides the inputs and dy, by the memory model of each form.
@@ -98,12 +99,15 @@ class GatedCase:
         large. dx, dW and db come last, while that gradient is freed. "chunked" and "chunked-recompute" are the same on
         a CPU, where an inference forward also needs a chunk of the gate's pre-activations; "chunked-apart" and
         "chunked-apart-recompute" are with oneDNN, which needs a chunk of both, and more memory for dW (`apart_bytes`).
+        "quarters" and "quarters-recompute" are float32 on a GPU, in chunks of a quarter of the rows.
         """
-        itemsize = DTYPES[dtype].itemsize
+        itemsize = PRECISIONS[dtype].itemsize
         h = self.rows * self.hidden * itemsize
-        chunk = (
-            scratch_bytes(self.rows, self.hidden, itemsize, apart="apart" in form) if form.startswith("chunked") else 0
-        )
+        chunk = 0
+        if form.startswith("chunked"):
+            chunk = scratch_bytes(self.rows, self.hidden, itemsize, apart="apart" in form)
+        elif form.startswith("quarters"):
+            chunk = min(self.rows, gpu_rows_of(self.rows)) * self.hidden * itemsize
         recompute = form.endswith("recompute")
         forward = {"eager": 4 * h, "two-kernels": 3 * h}.get(form, h + chunk)
         if direction == "fwd":
@@ -112,7 +116,7 @@ class GatedCase:
         kept = h if recompute and large else 2 * h
         backward = {"eager": 6 * h, "two-kernels": 5 * h}.get(form, h + kept)
         last = h + kept + self.gradient_bytes(dtype) + (self.apart_bytes(dtype) if "apart" in form else 0)
-        if form in ("fused", "chunked", "chunked-apart") and large and self.rows >= self.features:
+        if form in ("fused", "chunked", "chunked-apart", "quarters") and large and self.rows >= self.features:
             half = self.weight_elements * itemsize // 2
             dx = self.rows * self.features * itemsize
             last = max(3 * h + dx + half, 2 * h + dx + 3 * half)
@@ -120,7 +124,7 @@ class GatedCase:
 
     def apart_bytes(self, dtype: str) -> int:
         """Additional memory of oneDNN for dW: the rows that it copies, and a second dW if these are not all rows."""
-        itemsize = DTYPES[dtype].itemsize
+        itemsize = PRECISIONS[dtype].itemsize
         row_bytes = 2 * self.hidden * itemsize
         again = self.weight_elements * itemsize if self.rows > rows_of(row_bytes) else 0
         return chunk_bytes(self.rows, row_bytes) + again
@@ -141,7 +145,7 @@ class GatedCase:
         generator = torch.Generator(device).manual_seed(seed_of(self.name, seed))
 
         def normal(*shape: int, scale: float = 1.0) -> Tensor:
-            return torch.randn(shape, generator=generator, device=device, dtype=DTYPES[dtype]).mul_(scale)
+            return torch.randn(shape, generator=generator, device=device, dtype=PRECISIONS[dtype]).mul_(scale)
 
         x = normal(self.rows, self.features)
         weight = normal(2 * self.hidden, self.features, scale=1 / math.sqrt(self.features))

@@ -54,7 +54,8 @@ def path(x: Tensor, halves: Halves) -> str:
 
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
     """`impl="cpu"`: this and the gradients as in `reference.py`."""
-    chunks.forward(x, halves, spec, y, preact, lambda u, g, to: gate(u, g, to, spec.activation))
+    size = chunks.rows_of(2 * y.shape[1] * x.element_size())
+    chunks.forward(x, halves, spec, y, preact, lambda u, g, to: gate(u, g, to, spec.activation), size)
 
 
 def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Tensor | None) -> None:
@@ -67,7 +68,7 @@ def recompute_gradient(
     dy: Tensor, x: Tensor, halves: Halves, dpreact: Tensor, spec: Spec, dbias: Tensor | None
 ) -> None:
     sums = new_sums(dbias, _parts(dy))
-    for chunk in chunks.slices(dy.shape[0], 2 * dy.shape[1] * x.element_size()):
+    for chunk in chunks.slices(dy.shape[0], chunks.rows_of(2 * dy.shape[1] * x.element_size())):
         part = chunks.part_of(dpreact, chunk, spec)
         chunks.products(x[chunk], halves, spec, part)
         _gate(part, spec, dy=dy[chunk], dpreact=part, sums=_sums_of(sums, chunk))
@@ -78,7 +79,7 @@ def down_gradient(
     dz: Tensor, w_down: Tensor, preact: Tensor, y: Tensor, dpreact: Tensor, spec: Spec, dbias: Tensor | None
 ) -> None:
     sums = new_sums(dbias, _parts(y))
-    for chunk in chunks.slices(y.shape[0], y.shape[1] * y.element_size()):
+    for chunk in chunks.slices(y.shape[0], chunks.rows_of(y.shape[1] * y.element_size())):
         chunks.product(dz[chunk], w_down.mT, None, y[chunk])  # dy, which y then overwrites
         _gate(
             chunks.part_of(preact, chunk, spec), spec, dy=y[chunk], y=y[chunk],
