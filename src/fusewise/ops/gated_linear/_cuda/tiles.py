@@ -132,7 +132,8 @@ def width_of_stream(rows: int, hidden: int, processors: int) -> int | None:
     of = {"columns": columns, "hidden": hidden, "processors": processors}
     narrow, wide = (choose_width(widest=widest, **of) for widest in (64, 128))
     gain = _stream_cost(wide, **of) - _stream_cost(narrow, **of)
-    level = gain == 0 and rows <= STREAM_ROWS and busiest(narrow, **of) <= 1.1 * busiest(wide, **of)
+    traffic = [busiest(width, **{**of, "columns": rows}) for width in (narrow, wide)]
+    level = gain == 0 and rows <= STREAM_ROWS and traffic[0] <= 1.1 * traffic[1]
     width = narrow if rows > 32 and (gain > 0 or level) else wide
     if rows <= STREAM_ROWS:
         return width
