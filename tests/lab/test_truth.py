@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusewise.lab import memory, targets, truth
+from fusewise.lab import earlier, memory, targets, truth
 from fusewise.lab.counting import counted
 from fusewise.lab.errors import equal
 from fusewise.lab.plugin import Run
@@ -332,6 +332,14 @@ def test_results_of_earlier_inputs_are_wrong(op, case, of):
     verdict = truth.check(p, Run(remembering(p, of)))
     assert "that of earlier inputs: it stays the same when the inputs change" in verdict.reason
     assert verdict.errors.max < 1e-6  # for the first inputs it was right
+
+
+@pytest.mark.parametrize("elements", [2**16, 2**15, 2**14 - 1, 1000, 3])
+def test_results_of_earlier_inputs_are_wrong_in_a_sample_too(elements, monkeypatch):
+    monkeypatch.setattr(earlier, "MANY", elements)
+    p = targets.problem_for(Task("gelu", "gelu-256", "fp32", "fwd", "cpu", 0))  # every second element changes
+    assert "that of earlier inputs" in truth.check(p, Run(remembering(p, id))).reason
+    assert truth.check(p, Eager().build(p)).reason == ""
 
 
 class RemembersGradient(torch.autograd.Function):
