@@ -344,6 +344,7 @@ def operator_calls() -> list[tuple[Any, tuple[Any, ...]]]:
             (ops.gated_linear_preact_into.default, (x, *tensors, text, "auto", *pair)),
             (ops.gated_linear_grad_.default, (dy, *pair, text, "auto", False)),
             (ops.gated_linear_recompute_grad.default, (dy, x, *tensors, text, "auto", True)),
+            (ops.gated_linear_recompute_grad_into.default, (dy, x, *tensors, text, "auto", True, *pair)),
             (ops.gated_linear_down_grad.default, (dz, w_down, preact, text, "auto", True)),
             (ops.gated_linear_down_grad_.default, (dz, w_down, preact, text, "auto", True)),
         ]

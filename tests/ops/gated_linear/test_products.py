@@ -188,13 +188,13 @@ def test_gradients_by_products_of_aligned_rows(
 @pytest.mark.parametrize(("hidden", "parts"), [(1, [1]), (127, [127]), (129, [128, 1])])
 def test_recomputing_takes_no_empty_part(hidden: int, parts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Which no kernel describes."""
-    taken, recompute = [], _op.op_recompute_grad
+    taken, recompute = [], _op.op_recompute_grad_into
 
     def seen(dy: Tensor, *rest: Any) -> Any:
         taken.append(dy.shape[1])
         return recompute(dy, *rest)
 
-    monkeypatch.setattr(_op, "op_recompute_grad", seen)
+    monkeypatch.setattr(_op, "op_recompute_grad_into", seen)
     leaves = tuple(t.requires_grad_() for t in (randn(40, 24), randn(2 * hidden, 24)))
     y = gated_linear(*leaves, activation="silu", save="input")
     torch.autograd.grad(y, leaves, randn(40, hidden))
@@ -241,7 +241,7 @@ def test_the_mlp_by_products_of_aligned_rows(impl: str, save: Any) -> None:
 @pytest.mark.skipif(DEVICE != "cpu" or INTERPRETER, reason="elsewhere products may take memory of their own")
 @pytest.mark.usefixtures("_padded")
 def test_the_peak_of_recomputing_with_unaligned_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    """y, du and dg of half of the features, and an aligned copy of one of them."""
+    """y, and du and dg of half of the features, with rows padded from the start."""
     monkeypatch.setattr(_chunks, "CHUNK_BYTES", 2**16)
     monkeypatch.setattr(_chunks, "CHUNK_ROWS", 32)
     monkeypatch.setattr(_onednn, "there", lambda: False)
@@ -255,7 +255,7 @@ def test_the_peak_of_recomputing_with_unaligned_features(monkeypatch: pytest.Mon
 
     step()  # builds kernels
     _, grown = growth(step, torch.device(DEVICE))
-    assert grown is not None and grown.peak < 3 * rows * hidden * 2
+    assert grown is not None and grown.peak < 2.25 * rows * hidden * 2
 
 
 def test_a_cpu_few_rows_and_a_trace_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,15 @@ def unaligned(x_MD: Tensor, columns: int) -> bool:
     return _products.pads(x_MD) and columns % _products.COLUMN_MULTIPLE != 0
 
 
+def two_matrices(x_MD: Tensor, hidden: int) -> list[Tensor]:
+    """Memory for two matrices (M, F). Their rows are zero-padded to an aligned length where the backward's products would need
+    copies."""
+    rows = x_MD.shape[0]
+    if unaligned(x_MD, hidden):
+        return [_products.padded_buffer(x_MD, rows, hidden) for _ in range(2)]
+    return [x_MD.new_empty((rows, hidden)) for _ in range(2)]
+
+
 def input_gradient(dpreact: Tensor, weight: Tensor, weight_gate: Tensor | None, spec: Spec) -> Tensor:
     """dx (M, D) from the gradient of the pre-activations."""
     if spec.fused:
@@ -139,13 +148,9 @@ class GatedLinear(torch.autograd.Function):
         saved: Sequence[Tensor] = ()
         if save == "input":
             y = _op.op_gated_linear(x_MD, *weights, text, impl)
-        elif unaligned(x_MD, hidden):
-            # Two matrices with rows zero-padded to an aligned length: the backward's products need no copies of them.
-            saved = [_products.padded_buffer(x_MD, x_MD.shape[0], hidden) for _ in range(2)]
+        elif unaligned(x_MD, hidden) or (large(x_MD, hidden) and x_MD.shape[0] >= x_MD.shape[1]):
+            saved = two_matrices(x_MD, hidden)
             y = _op.op_gated_linear_preact_into(x_MD, *weights, text, impl, *[part[:, :hidden] for part in saved])
-        elif large(x_MD, hidden) and x_MD.shape[0] >= x_MD.shape[1]:
-            saved = x_MD.new_empty((x_MD.shape[0], hidden)), x_MD.new_empty((x_MD.shape[0], hidden))
-            y = _op.op_gated_linear_preact_into(x_MD, *weights, text, impl, *saved)
         else:
             y, *saved = _op.op_gated_linear_preact(x_MD, *weights, text, impl)
         ctx.save_for_backward(x, *weights, *saved)
@@ -210,8 +215,10 @@ def _backward_by_slices(
     x_MD = whole_x[:, : x_MD.shape[1]]
     for part in [slice(0, hidden)] if middle >= hidden else [slice(0, middle), slice(middle, hidden)]:
         parts = [None if t is None else t[part] for t in (halves.value_bias, halves.gate_bias)]
-        dpreact, sums = _op.op_recompute_grad(
-            dy[:, part], x_MD, halves.value[part], halves.gate[part], *parts, text, impl, wants_bias
+        dpreact = two_matrices(x_MD, part.stop - part.start)
+        sums = _op.op_recompute_grad_into(
+            dy[:, part], x_MD, halves.value[part], halves.gate[part], *parts, text, impl, wants_bias,
+            *[matrix[:, : part.stop - part.start] for matrix in dpreact],
         )  # fmt: skip
         with reference.exact(x):
             for du_or_dg, half, to in zip(dpreact, halves[:2], to_weights, strict=True):

@@ -291,7 +291,7 @@ def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | N
 
 
 def recompute_gradient(
-    dy: Tensor, x: Tensor, halves: Halves, dpreact: Tensor, spec: Spec, dbias: Tensor | None
+    dy: Tensor, x: Tensor, halves: Halves, dpreact: Preact, spec: Spec, dbias: Tensor | None
 ) -> None:
     _launch(
         "gradient", spec.activation, x, halves.value, halves.gate, halves.value.shape[0], inputs=(dy, None),

@@ -6,7 +6,7 @@ Imports only torch. The operators take a validated call on x (M, D) and know not
     gated_linear                 y only: kernels that fuse it allocate nothing else
     gated_linear_preact(_into)   y and both pre-activations (into two given matrices)
     gated_linear_grad(_)         dy and the pre-activations -> their gradient and the bias gradient (in place)
-    gated_linear_recompute_grad  dy and x -> the same, from a product that is never stored
+    gated_linear_recompute_grad(_into)  dy and x -> the same, from a product that is never stored
     gated_linear_down_grad(_)    the gradient of a down projection's output -> y, and the same
 
 The rest of the backward, dx and dW from the gradient of the pre-activations, is plain matrix products.
@@ -135,17 +135,27 @@ def _grad_into(dy: Tensor, preact: Preact, dpreact: Preact, text: str, impl: str
 
 
 def _recompute_grad(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    dpreact = new_preact(x, dy.shape[1], Spec.decode(rest[4]))
+    return dpreact, _recompute_into(dpreact, dy, x, *rest)
+
+
+def _recompute_grad_into(dy: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    *others, value, gate = rest
+    return _recompute_into((value, gate), dy, x, *others)
+
+
+def _recompute_into(dpreact: Preact, dy: Tensor, x: Tensor, *rest: Any) -> Tensor:
     *tensors, text, impl, bias = rest
     spec = Spec.decode(text)
     halves = Halves.of(spec, *tensors)
     hidden = halves.value.shape[0]
-    dpreact, dbias = new_preact(x, hidden, spec), new_dbias(x, hidden, bias)
+    dbias = new_dbias(x, hidden, bias)
     with reference.exact(x):
         module = serving(impl, spec, hidden, x, halves.value, halves.gate, dy)
         having("recompute_gradient", module, hidden, x).recompute_gradient(
             dy, x, halves, dpreact, spec, dbias if bias else None
         )
-    return dpreact, dbias
+    return dbias
 
 
 def _down_grad(
@@ -195,6 +205,10 @@ def _fake_recompute_grad(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Ten
     return new_preact(x, dy.shape[1], Spec.decode(rest[4])), new_dbias(x, dy.shape[1], rest[-1])
 
 
+def _fake_recompute_grad_into(dy: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    return new_dbias(x, dy.shape[1], rest[6])
+
+
 def _fake_down_grad(
     dz: Tensor, w_down: Tensor, preact: Tensor, text: str, impl: str, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -237,6 +251,11 @@ op_recompute_grad = register(
     f"gated_linear_recompute_grad(Tensor dy, Tensor x, {_WEIGHTS}, bool bias_grad) -> (Tensor, Tensor)",
     _recompute_grad,
     _fake_recompute_grad,
+)
+op_recompute_grad_into = register(
+    f"gated_linear_recompute_grad_into(Tensor dy, Tensor x, {_WEIGHTS}, bool bias_grad, Tensor(a!) value, Tensor(b!) gate) -> Tensor",
+    _recompute_grad_into,
+    _fake_recompute_grad_into,
 )
 op_down_grad = register(
     f"gated_linear_down_grad(Tensor dz, Tensor w_down, Tensor preact, {_GRAD}) -> (Tensor, Tensor, Tensor)",

@@ -249,7 +249,7 @@ def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | N
 
 
 def recompute_gradient(
-    dy: Tensor, x: Tensor, halves: Halves, dpreact: Tensor, spec: Spec, dbias: Tensor | None
+    dy: Tensor, x: Tensor, halves: Halves, dpreact: Preact, spec: Spec, dbias: Tensor | None
 ) -> None:
     if by_library(x):
         chunks.products(x, halves, spec, dpreact)

@@ -55,6 +55,7 @@ _FORMULAS = {
     _op.op_gated_linear_preact: _forward,
     _op.op_gated_linear_preact_into: _forward,
     _op.op_recompute_grad: _recompute,
+    _op.op_recompute_grad_into: _recompute,
     _op.op_down_grad: _down,
     _op.op_down_grad_: _down,
 }

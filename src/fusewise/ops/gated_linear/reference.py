@@ -157,7 +157,7 @@ def gate_gradient_into(dy: Tensor, u: Tensor, g: Tensor, du: Tensor, dg: Tensor,
 
 
 def recompute_gradient(
-    dy: Tensor, x: Tensor, halves: Halves, dpreact: Tensor, spec: Spec, dbias: Tensor | None
+    dy: Tensor, x: Tensor, halves: Halves, dpreact: Preact, spec: Spec, dbias: Tensor | None
 ) -> None:
     _write(dy, *preactivations(x, halves), dpreact, spec, dbias)
 

@@ -65,7 +65,7 @@ def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Ten
 
 
 def recompute_gradient(
-    dy: Tensor, x: Tensor, halves: Halves, dpreact: Tensor, spec: Spec, dbias: Tensor | None
+    dy: Tensor, x: Tensor, halves: Halves, dpreact: Preact, spec: Spec, dbias: Tensor | None
 ) -> None:
     sums = new_sums(dbias, _parts(dy))
     for chunk in chunks.slices(dy.shape[0], chunks.rows_of(2 * dy.shape[1] * x.element_size())):

@@ -212,7 +212,7 @@ def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Ten
 
 
 def recompute_gradient(
-    dy: Tensor, x: Tensor, halves: Halves, dpreact: Tensor, spec: Spec, dbias: Tensor | None
+    dy: Tensor, x: Tensor, halves: Halves, dpreact: Preact, spec: Spec, dbias: Tensor | None
 ) -> None:
     value, gate, *bias = halves
     outputs = split_preact(dpreact, spec)
