@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fusewise.lab import memory
 from fusewise.ops.gated_linear import _triton, _triton_gate, reference
 from fusewise.ops.gated_linear._problem import Halves, Spec, new_preact, split_preact
 
@@ -163,6 +164,19 @@ def test_float32_of_many_rows_is_taken_in_chunks(layout: Any, bias: bool, monkey
         results.append((y, kept_y, kept, remade, dbias, down_y, down, down_dbias))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_backward_of_an_mlp_has_one_chunk_of_ys_gradient_at_a_time(monkeypatch: Any) -> None:
+    monkeypatch.setattr(_triton.chunks, "gpu_rows_of", lambda _: 64)
+    for kernel in ("gate", "gradient"):
+        monkeypatch.setattr(_triton, kernel, lambda *_: None)
+    rows, features, hidden = 200, 8, 128
+    dz, w_down, y = torch.randn(rows, features), torch.randn(features, hidden), torch.empty(rows, hidden)
+    preact = new_preact(y, hidden, SPEC)
+    _, grown = memory.growth(
+        lambda: _triton.down_gradient(dz, w_down, preact, y, preact, SPEC, None), torch.device("cpu")
+    )
+    assert grown is not None and grown.peak == 64 * hidden * 4
 
 
 def test_no_rows_start_nothing(monkeypatch: Any) -> None:

@@ -305,6 +305,7 @@ def down_gradient(
             before, after = chunks.part_of(preact, chunk, spec), chunks.part_of(dpreact, chunk, spec)
             gate(*split_preact(before, spec), y[chunk], spec.activation)
             gradient(dy, before, after, spec, None if sums is None else sums[i])
+            del dy  # else it would still be there beside the next one
         return add_up(sums, dbias)
     device = dz.get_device()
     processors = processors_of(device)
