@@ -13,6 +13,7 @@ from user_problems import RMS, eager, problem
 from fusewise.lab import plan, targets, truth
 from fusewise.lab.plugin import Vjp
 from fusewise.lab.problem import Task
+from fusewise.lab.targets.user import User
 
 SEVERAL = ("x=fp32[8,16]", "y=fp32[8,16]", "i64[8] randint(0,8)")
 
@@ -166,6 +167,31 @@ def test_tf32_is_float32_and_lasts_as_long_as_its_task(usual: str) -> None:
         assert torch.get_float32_matmul_precision() == precision
         assert p.tensors[0].dtype == (torch.bfloat16 if dtype == "bf16" else torch.float32)
     assert p.bytes_min() == targets.problem_for(_task("tf32")).bytes_min()
+
+
+PRECISE = """
+import torch
+torch.set_float32_matmul_precision("{}")
+
+def product(x):
+    return x @ x
+"""
+
+
+@pytest.mark.usefixtures("_precision")
+@pytest.mark.parametrize("own", ["highest", "medium"])
+@pytest.mark.parametrize("by", ["file", "module"])
+def test_tf32_prevails_over_the_precision_that_a_file_sets(own: str, by: str, tmp_path: Any, monkeypatch: Any) -> None:
+    """A file is executed for every task, a module once: either way its own precision is that of the other dtypes."""
+    torch.set_float32_matmul_precision("high" if own == "highest" else "highest")
+    name = f"sets_{own}"
+    (tmp_path / f"{name}.py").write_text(PRECISE.format(own))
+    monkeypatch.syspath_prepend(tmp_path)
+    target = User(f"{tmp_path / name}.py:product" if by == "file" else f"{name}:product", ["fp32[4,4]"])
+    for dtype, precision in (("tf32", "high"), ("fp32", own), ("tf32", "high"), ("bf16", own)):
+        case = target.case()
+        targets.problem_for(Task(target.name, case.name, dtype, "fwd", "cpu", 0, target.detail(case)))
+        assert torch.get_float32_matmul_precision() == precision
 
 
 @pytest.mark.usefixtures("_precision")

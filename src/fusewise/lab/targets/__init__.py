@@ -180,10 +180,13 @@ def _of_preset(name: str) -> Target | None:
 
 
 def problem_for(task: Task) -> Problem:
-    """The task's problem, made by its target. Sets the precision of float32 matmuls that it is to be measured with."""
-    set_precision(task.dtype)
+    """The task's problem, made by its target. Sets the precision of float32 matmuls that it is to be measured with, after
+    all imports: what those set is the process's own."""
+    set_precision("")
     if ":" in task.op:
         from .user_problem import UserProblem
 
         return UserProblem(task)
-    return find(task.op).problem(task)
+    target = find(task.op)
+    set_precision(task.dtype)
+    return target.problem(task)

@@ -19,7 +19,7 @@ from .. import earlier
 from ..counting import counted
 from ..errors import equal, errors
 from ..modes import Result
-from ..problem import DTYPES, PRECISIONS, Problem, Program, Task, differentiable, widened
+from ..problem import DTYPES, PRECISIONS, Problem, Program, Task, differentiable, set_precision, widened
 from ..reads import storage as memory
 from ..reason import reason
 from . import functions, inputs
@@ -50,6 +50,7 @@ class UserProblem(Problem):
         #: Buffers and parameters that a call writes, with their values before the first call.
         self.state: dict[str, Tensor] = {}
         self.function = functions.load(task.detail["place"], task.seed, task.detail.get("path", ()))
+        set_precision(task.dtype)  # the file may have set its own
         specs = [
             (name, self._of_task(spec)) for name, spec in functions.arguments(self.function, task.detail["inputs"])
         ]
