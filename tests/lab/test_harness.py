@@ -149,6 +149,15 @@ def test_samples_of_a_hopeless_provider_take_no_longer_than_its_turns(monkeypatc
     assert by_name == {"eager": calls, "liger": 16, "floor-copy": 16}
 
 
+@pytest.mark.parametrize("slower", ["eager", "eager#2"])
+def test_an_a_a_pair_has_as_many_calls_per_sample(slower):
+    """Its ratio is the noise of all: two calls may launch more than can be held, one less."""
+    warmed = {name: {"estimate_us": 12_400.0, "calls_per_sample": 16} for name in ("eager", "eager#2")}
+    warmed |= {"liger": {"estimate_us": 100.0, "calls_per_sample": 16}}
+    warmed[slower]["estimate_us"] = 12_600.0
+    assert study._calls(warmed) == {"eager": 1, "eager#2": 1, "liger": 16}
+
+
 def timed(monkeypatch, kind):
     """The machine, with its virtual time as the study's clock."""
 

@@ -61,15 +61,19 @@ def _samples(warmed: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
 
 def _calls(warmed: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
     """Calls per sample, by provider: as many as the problem's size asks for, but fewer if even the fastest takes long. A
-    hopeless provider's sample has no more calls than its turn has time for.
+    hopeless provider's sample has no more calls than its turn has time for, and that of its twin as many.
     """
     estimates = {name: found["estimate_us"] for name, found in warmed.items()}
     fastest = min((us for name, us in estimates.items() if not analysis.is_floor(name)), default=0.0)
     calls: int = min((found.get("calls_per_sample", 1) for found in warmed.values()), default=1)
     if fastest:
         calls = min(calls, int(SAMPLE_SECONDS * 1e6 / fastest))
-    fitting = {n: int(HOPELESS_SECONDS * 1e6 / us) for n, us in estimates.items() if us > HOPELESS * fastest > 0}
-    return {name: max(1, min(calls, fitting.get(name, calls))) for name in warmed}
+    fitting: dict[str, int] = {}
+    for name, us in estimates.items():
+        if us > HOPELESS * fastest > 0:
+            own = name.removesuffix(analysis.TWIN)
+            fitting[own] = min(int(HOPELESS_SECONDS * 1e6 / us), fitting.get(own, calls))
+    return {name: max(1, min(calls, fitting.get(name.removesuffix(analysis.TWIN), calls))) for name in warmed}
 
 
 def _slow(measurement: Measurement, fastest_us: float) -> bool:

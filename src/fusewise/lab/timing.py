@@ -282,7 +282,8 @@ def _event() -> torch.cuda.Event:
 
 
 def calls_per_sample(bytes_min: int, device: str) -> int:
-    """Calls averaged by one sample: enough for the clock's resolution, and the same for every provider of a problem."""
+    """Calls averaged by one sample: enough for the clock's resolution, and the same for every provider of a problem. A
+    study asks slow ones for fewer."""
     mebibytes = bytes_min / 2**20
     if device.startswith("cuda"):
         return 16 if mebibytes <= 8 else 4 if mebibytes <= 64 else 1
