@@ -14,7 +14,7 @@ from fusewise.lab import truth, worker
 from fusewise.lab.code import worker as code_worker
 from fusewise.lab.plugin import Run, Unsupported
 from fusewise.lab.providers.pytorch import Eager
-from fusewise.lab.timing import CudaTimer
+from fusewise.lab.timing import CudaTimer, Uncaptured
 from fusewise.lab.worker import Server
 
 TASK = {"op": "gelu", "case": "gelu-256", "dtype": "fp32", "pass_": "fwd", "seed": 0}
@@ -68,9 +68,13 @@ def test_a_call_in_a_graph_is_timed_or_the_worker_goes():
 
         def graph_us(self, work, samples, calls):
             assert work is server.prepared.work and calls == server.prepared.calls
-            return times.pop()
+            if (time := times.pop()) is None:
+                raise Uncaptured("it launches none")
+            return time
 
-    server.prepared.timer, times = Timer(), [10.23456]
+    server.prepared.timer, times = Timer(), [10.23456, None]
+    empty = {"ok": True, "status": "ok", "graph_us": None, "graph_us_reason": "it launches none", "leaving": False}
+    assert server.answer({"do": "graph"}) == empty  # which leaves nothing behind
     assert server.answer({"do": "graph"}) == {"ok": True, "status": "ok", "graph_us": 10.235, "leaving": False}
     told = server.answer({"do": "graph"})
     assert (told["ok"], told["graph_us"], told["leaving"]) == (True, None, True) and "pop" in told["graph_us_reason"]

@@ -67,7 +67,7 @@ class Turn:
 
 
 class Uncaptured(Exception):
-    """A capture into a CUDA graph succeeded, but is empty: the calls launch on a stream of their own."""
+    """A capture into a CUDA graph succeeded, but is empty: the calls launch nothing, or on a stream of their own."""
 
 
 class Timer(Protocol):
@@ -184,7 +184,7 @@ class CudaTimer:
         """Median device time of a call in a CUDA graph of `calls` calls, replayed after a flush.
 
         Raises:
-            Uncaptured: its kernels run on another stream.
+            Uncaptured: it launches no kernel, or on another stream.
             Exception: it cannot be captured. Whatever the library kept from the attempt may break later calls.
         """
         side, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()
@@ -197,7 +197,7 @@ class CudaTimer:
                 results = [work.step(state) for state in states]
         torch.cuda.synchronize(self.device)
         if any("CUDA Graph is empty" in str(warning.message) for warning in warned):
-            raise Uncaptured("a CUDA graph captures none of its kernels: they run on another stream")
+            raise Uncaptured("a CUDA graph captures no kernel of it: it launches none, or on another stream")
         with no_collection():
             replay = Work(lambda i: None, lambda _: graph.replay())
             replay.step(None)  # the first replay uploads the graph
