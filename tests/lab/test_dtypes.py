@@ -212,6 +212,14 @@ def test_tf32_is_for_matmuls_on_a_gpu(monkeypatch: Any, tmp_path: Any) -> None:
     assert {task.dtype for task in found.tasks} == {"fp32", "tf32"}
 
 
+@pytest.mark.parametrize("name", ["geglu", "gated_mlp", "gelu"])
+def test_cases_move_as_many_bytes_in_tf32(name: str) -> None:
+    """Those of GELU are what a target of one's own may use."""
+    for case in (target := targets.find(name)).cases(target.default_preset):
+        for pass_ in case.passes:
+            assert case.bytes_min(pass_, "tf32") == case.bytes_min(pass_, "fp32")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.usefixtures("_precision")

@@ -23,6 +23,19 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FUSEWISE_CACHE_DIR", str(tmp_path / "cache"))
 
 
+def test_only_tf32_products_are_measured_in_tf32(monkeypatch):
+    precisions = []
+    monkeypatch.setattr(
+        limits, "_microseconds", lambda *_: precisions.append(torch.get_float32_matmul_precision()) or 1
+    )
+    monkeypatch.setitem(limits.MATMUL_SIZE, "cpu", 8)
+    usual, here = torch.get_float32_matmul_precision(), torch.device("cpu")
+    for dtype in ("fp32", "tf32", "bf16"):
+        assert limits._matmul(None, here, dtype, torch.Generator()) == 2 * 8**3 / 1e6
+        assert torch.get_float32_matmul_precision() == usual
+    assert precisions == [usual, "high", usual]
+
+
 def test_measured_limits_are_sane_and_kept(monkeypatch):
     monkeypatch.setitem(limits.VECTOR_BYTES, "cpu", 2**22)
     monkeypatch.setitem(limits.MATMUL_SIZE, "cpu", 64)

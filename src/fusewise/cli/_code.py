@@ -36,7 +36,7 @@ def _problem(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--pass", "pass_", type=click.Choice(["fwd", "bwd", "fwd+bwd"]), help="Default: the case's first."
         ),
-        click.option("--dtype", help="fp32, bf16, fp16 or tf32. Default: the case's own."),
+        click.option("--dtype", help="fp32, bf16, fp16 or, on a GPU, tf32. Default: the case's own."),
         click.option(
             "--case",
             shell_complete=_completion.case,

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..problem import DTYPES, Pass, Problem, Program, Task
+from ..problem import PRECISIONS, Pass, Problem, Program, Task
 from . import Case, CaseProblem, Target
 
 
@@ -38,7 +38,7 @@ class GeluCase:
     def bytes_min(self, direction: Pass, dtype: str) -> int:
         """Forward reads x and writes y; backward reads x and dy and writes dx."""
         tensors = {"fwd": 2, "bwd": 3, "fwd+bwd": 5}[direction]
-        return tensors * self.rows * self.columns * DTYPES[dtype].itemsize
+        return tensors * self.rows * self.columns * PRECISIONS[dtype].itemsize
 
     def flops_min(self, direction: Pass) -> int:
         """Operations of the formula with tanh as one: 9 per element; 16 in backward, which recomputes the forward's
