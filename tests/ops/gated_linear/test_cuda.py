@@ -49,6 +49,7 @@ def test_what_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
         (190, 2048, 16384, 192, False),
         (256, 3072, 8192, 128, True),
         (320, 8192, 28672, 160, False),
+        (384, 7168, 2048, 192, False),  # halved in the only wave: Gluon's took 13 % longer
         (384, 8192, 28672, 192, False),
         (512, 4096, 14336, 128, True),
         (700, 64, 64, 128, False),  # one wave of either
