@@ -13,6 +13,7 @@ from user_problems import RMS, eager, problem
 from fusewise.lab import plan, targets, truth
 from fusewise.lab.plugin import Vjp
 from fusewise.lab.problem import Task
+from fusewise.lab.providers import xla
 from fusewise.lab.targets.user import User
 
 SEVERAL = ("x=fp32[8,16]", "y=fp32[8,16]", "i64[8] randint(0,8)")
@@ -192,6 +193,14 @@ def test_tf32_prevails_over_the_precision_that_a_file_sets(own: str, by: str, tm
         case = target.case()
         targets.problem_for(Task(target.name, case.name, dtype, "fwd", "cpu", 0, target.detail(case)))
         assert torch.get_float32_matmul_precision() == precision
+
+
+@pytest.mark.usefixtures("_precision")
+@pytest.mark.parametrize(("precision", "of_jax"), [("highest", "highest"), ("high", "high"), ("medium", "high")])
+def test_jax_multiplies_in_torch_s_precision(precision: str, of_jax: str, jax: Any) -> None:
+    torch.set_float32_matmul_precision(precision)
+    xla._jax(targets.problem_for(_task("fp32")))
+    assert jax.config.jax_default_matmul_precision == of_jax
 
 
 @pytest.mark.usefixtures("_precision")

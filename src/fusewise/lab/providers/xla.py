@@ -132,7 +132,9 @@ def _jax(problem: Problem) -> Any:
     if problem.device.type == "cpu":
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     jax = require("jax", INSTALL)
-    jax.config.update("jax_default_matmul_precision", torch.get_float32_matmul_precision())
+    exact = torch.get_float32_matmul_precision() == "highest"
+    # JAX has no "medium", with which torch multiplies on a GPU as with "high".
+    jax.config.update("jax_default_matmul_precision", "highest" if exact else "high")
     if problem.device.type == "cuda" and jax.default_backend() != "gpu":
         raise Missing("this jax has no CUDA; pip install 'jax[cuda13]'")
     return jax
