@@ -181,7 +181,7 @@ def profile(target: str, name: str, out: Path | None, timeout: float, as_json: b
     from fusewise.lab.folder import file_name
 
     task, entries = _task("profile", target, [name], {**options, "timeout": timeout})
-    where = out or Path("fusewise-profiles") / file_name(f"{task.op}-{task.case}-{task.pass_}-{name}")
+    where = out or Path("fusewise-profiles") / file_name(f"{task.op}-{task.case}-{task.dtype}-{task.pass_}-{name}")
     try:
         found = commands.profile(task, entries[0], where, timeout)
     except OSError as error:

@@ -12,6 +12,7 @@ import gc
 import itertools
 import math
 import mmap
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -43,6 +44,8 @@ HOLD_MARGIN = 1.4
 #: The longest hold. After about a thousand queued launches the host blocks, so a sample that launches more cannot be
 #: held, however long the spin.
 MAX_HOLD_S = 0.05
+#: Torch's warning of a captured graph without kernels.
+EMPTY = "The CUDA Graph is empty"
 
 
 @dataclass(frozen=True)
@@ -190,14 +193,16 @@ class CudaTimer:
         side, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()
         side.wait_stream(torch.cuda.current_stream(self.device))
         with no_collection(), warnings.catch_warnings(record=True) as warned, torch.cuda.stream(side):
-            warnings.simplefilter("always")
+            warnings.filterwarnings("always", message=EMPTY)
             work.step(work.begin(0))  # whatever a library allocates for a new stream
             states = [work.begin(i) for i in range(calls)]  # a backward runs on the stream of its forward
             with torch.cuda.graph(graph, stream=side):
                 results = [work.step(state) for state in states]
         torch.cuda.synchronize(self.device)
-        if any("CUDA Graph is empty" in str(warning.message) for warning in warned):
-            raise Uncaptured("a CUDA graph captures no kernel of it: it launches none, or on another stream")
+        for warning in warned:
+            if re.match(EMPTY, str(warning.message)):
+                raise Uncaptured("a CUDA graph captures no kernel of it: it launches none, or on another stream")
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         with no_collection():
             replay = Work(lambda i: None, lambda _: graph.replay())
             replay.step(None)  # the first replay uploads the graph
