@@ -77,6 +77,9 @@ def test_the_tiles_of_y_follow_from_its_rounds(
     [
         ("preact", 1024, 1024, 4096, True),  # 33 µs for 30
         ("preact", 16384, 1024, 4096, False),
+        ("preact", 302, 3072, 24576, False),  # 196 for 221: a row of tiles with few rows stores less
+        ("preact", 576, 2048, 16384, False),  # 138 for 146
+        ("preact", 320, 1280, 5120, True),
         ("gradient", 1024, 1024, 4096, True),  # 39 for 31
         ("gradient", 1024, 2048, 8192, True),
         ("gradient", 8192, 640, 2560, True),  # here an epilogue takes longer than a main loop
