@@ -90,6 +90,12 @@ def test_gradients_outside_of_autograd_are_held_to_it_too() -> None:
     assert checked(lambda found: (*found[:2], found[2].double())) == (
         "gradient 3 of 3 is float64, its parameter's dtype is float32"
     )
+    assert checked(lambda found: (found[0].flatten(), *found[1:])) == (
+        "gradient 1 of 3 has shape (18,), its input's is (3, 6)"
+    )
+    assert checked(lambda found: (*found[:2], found[2][:1])) == (
+        "gradient 3 of 3 has shape (1,), its parameter's is (4,)"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])

@@ -202,13 +202,15 @@ def odd_outputs(problem: Problem, outputs: Sequence[Tensor]) -> str:
 
 
 def odd_gradients(problem: Problem, gradients: Sequence[Tensor]) -> str:
-    """Why gradients differ in dtype from their inputs or parameters; empty if they do not."""
+    """Why gradients differ in shape or dtype from their inputs or parameters; empty if they do not."""
     inputs = [x for x in problem.wanting(problem.tensors, True) if x.requires_grad]
     wanted = (*inputs, *problem.parameters)
     for number, (g, x) in enumerate(zip(gradients, wanted, strict=True)):
+        of = "input" if number < len(inputs) else "parameter"
+        which = _which("gradient", number, len(wanted))
+        if g.shape != x.shape:
+            return f"{which} has shape {tuple(g.shape)}, its {of}'s is {tuple(x.shape)}"
         if g.dtype != x.dtype:
-            of = "input" if number < len(inputs) else "parameter"
-            which = _which("gradient", number, len(wanted))
             return f"{which} is {_plain(g.dtype)}, its {of}'s dtype is {_plain(x.dtype)}"
     return ""
 
