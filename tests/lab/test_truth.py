@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+import user_problems
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusewise.lab import earlier, memory, targets, truth
@@ -337,9 +338,39 @@ def test_results_of_earlier_inputs_are_wrong(op, case, of):
 @pytest.mark.parametrize("elements", [2**16, 2**15, 2**14 - 1, 1000, 3])
 def test_results_of_earlier_inputs_are_wrong_in_a_sample_too(elements, monkeypatch):
     monkeypatch.setattr(earlier, "MANY", elements)
-    p = targets.problem_for(Task("gelu", "gelu-256", "fp32", "fwd", "cpu", 0))  # every second element changes
+    p = targets.problem_for(Task("gelu", "gelu-256", "fp32", "fwd", "cpu", 0))
     assert "that of earlier inputs" in truth.check(p, Run(remembering(p, id))).reason
     assert truth.check(p, Eager().build(p)).reason == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("loss", ["fp32[64,64]", "fp32[64,64]"]),  # changes by a few percent
+        ("every_second", ["fp32[64,64]"]),
+        ("first_column", ["fp32[64,64]"]),
+    ],
+)
+def test_results_of_earlier_inputs_are_wrong_however_little_changes(name, texts):
+    p = user_problems.problem(name, *texts)
+    assert "that of earlier inputs" in truth.check(p, Run(remembering(p, id))).reason
+    assert truth.check(p, Run(right(p))).reason == ""
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,), (4,), (7,), (4, 2), (3, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_other_values_are_of_the_same_range_and_order_and_only_the_first_stays(shape, dtype):
+    x = torch.arange(math.prod(shape)).to(dtype).view(shape)
+    y = earlier.other(x)
+    assert (x != y).flatten().tolist() == [False, *[True] * (x.numel() - 1)]
+    assert torch.equal(y.flatten().sort().values, y.flatten()) and torch.isin(y, x).all()
+    assert torch.equal(x, torch.arange(math.prod(shape)).to(dtype).view(shape))
+
+
+@pytest.mark.parametrize(("value", "other"), [(4.0, 3.0), (0.0, 0.75), (math.inf, math.inf)])
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_other_values_of_a_constant_are_smaller_or_not_zero(value, other, count):
+    assert earlier.other(torch.full((count,), value)).tolist() == [other] * count
 
 
 class RemembersGradient(torch.autograd.Function):
@@ -404,6 +435,13 @@ def test_a_gradient_that_is_always_the_same_is_right(pass_):
     p = targets.problem_for(Task("gelu", "gelu-5x5", "fp32", pass_, "cpu", 0))
     p.eager = p.truth = lambda xs: (xs[0].detach() * 2 + xs[0].sum() * 0,)
     assert truth.check(p, Run(lambda *xs: p.eager(xs))).reason == ""
+
+
+def test_a_gradient_of_which_rounding_alone_is_left_may_be_zero():
+    """As a compiler may find out; eager code's changes, but is rounding error."""
+    p = user_problems.problem("with_a_bias_that_cancels", "fp32[64,64]", "fp32[64,1]", pass_="bwd")
+    assert 0 < truth.results(p, False)[1].abs().max() < 1e-5
+    assert truth.check(p, Run(lambda x, bias: p.eager((x, bias.detach())))).reason == ""
 
 
 def test_a_result_of_earlier_inputs_is_found_behind_state_that_calls_write():

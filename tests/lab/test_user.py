@@ -413,6 +413,7 @@ def test_what_is_returned_beside_tensors_is_nothing_to_export():
         ("remembers_shape", ["fp32[8]", "bf16[8]"]),
         ("Remembering", ["fp32[3,6]"]),
         ("Remembering", ["bf16[3,6]"]),
+        ("remembers_loss", ["fp32[64,64]", "fp32[64,64]"]),
     ],
 )
 def test_functions_that_return_results_of_earlier_inputs_are_refused(name, texts):

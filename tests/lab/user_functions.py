@@ -492,6 +492,10 @@ def remembers_shape(x, y):
     return x * y, _results.setdefault(x.shape, x.exp().cumsum(0)).clone()
 
 
+def remembers_loss(x, y):
+    return _results.setdefault(("loss", x.shape), loss(x, y))
+
+
 class Remembering(nn.Module):
     def __init__(self):
         super().__init__()
@@ -501,6 +505,22 @@ class Remembering(nn.Module):
         if self.result is None:
             self.result = self.linear(x).detach()
         return self.result
+
+
+def loss(x, y):
+    return nn.functional.mse_loss(x, y)
+
+
+def every_second(x):
+    return x[..., ::2] * 2
+
+
+def first_column(x):
+    return x[:, 0] * 2
+
+
+def with_a_bias_that_cancels(x, bias):
+    return (x + bias).softmax(-1)
 
 
 def nothing_of_it(x):

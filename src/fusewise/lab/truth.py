@@ -34,6 +34,9 @@ from .truths import MOST_BYTES, Truths
 PIECE_BYTES = 2**28
 #: Cap on eager's error in the tolerance rule.
 LOOSEST = 0.1
+#: A result that stays the same when inputs change is wrong where the right one changes by this many times the error that
+#: is allowed: by more than two it cannot be right before and after; the rest is margin.
+CHANGED = 10
 #: Explains a large error of eager code.
 ANOTHER = "eager code gives another result in float64: a value overflows, depends on the dtype, or is random"
 
@@ -270,7 +273,13 @@ def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:
         samples = [sample(y).clone() for y in found]
         by_eager = found = []  # else they would be there beside the second call's
         stale = stale_result(
-            problem, run, leaves, samples, lambda p: found_by(p, run, leaves)[0], lambda p: results(p, False)
+            problem,
+            run,
+            leaves,
+            samples,
+            lambda p: found_by(p, run, leaves)[0],
+            lambda p: results(p, not rows),  # of large ones eager's, which take less memory
+            CHANGED * allowed(eager.max, problem.dtype, yardstick.terms),
         )
         if stale is not None:
             outputs = len(problem.output_shapes()) if problem.task.pass_ != "bwd" else 0

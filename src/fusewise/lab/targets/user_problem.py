@@ -112,7 +112,7 @@ class UserProblem(Problem):
             raise
         except Exception:  # it rejects other values, or cannot be loaded anew
             return
-        if any(equal(first[i], again[i]) and earlier.differs(first[i], right[i]) for i in kept):
+        if any(equal(first[i], again[i]) and earlier.differs(first, right, i, self._repeatable()) for i in kept):
             raise ValueError(
                 f"study: {self.op} must compute its result from the values of its inputs, got the result of earlier inputs "
                 "after the values had changed; take out what keeps it"
@@ -205,8 +205,7 @@ class UserProblem(Problem):
         # Errors are judged by the coarsest dtype among inputs, outputs and parameters.
         coarse = [x.dtype for x in (*self.tensors, *self.parameters, *outputs) if differentiable(x)]
         self.dtype = max(coarse, key=lambda d: torch.finfo(d).eps).to_real()
-        within = min(REPEATED * torch.finfo(self.dtype).eps, MOST_REPEATED)
-        if shapes(again) != self.shapes or errors(again, outputs).worst > within:
+        if shapes(again) != self.shapes or errors(again, outputs).worst > self._repeatable():
             raise ValueError(
                 f"study: {self.op} must give the same result when called again; take randomness out (a module's: .eval())"
             )
@@ -230,6 +229,10 @@ class UserProblem(Problem):
         if gradient:
             add_gradient_costs(self.costs, self, leaves, again)
         self.one_by_one = self.task.pass_ == "bwd" and bool(self.state) and self._is_overwritten(leaves)
+
+    def _repeatable(self) -> float:
+        """How far results of two calls may differ."""
+        return min(REPEATED * torch.finfo(self.dtype).eps, MOST_REPEATED)
 
     def _once(self, call: Callable[[], Result]) -> Result:
         """The result of the call. ValueError if a process forked inside also returns: with every call their number
