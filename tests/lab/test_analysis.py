@@ -59,6 +59,7 @@ def test_real_differences_are_told(factor, word):
         (1.0, 0.981, 1.019, 0.001, "same"),  # 2 % count as the same even on the quietest machine
         (1.0, 0.979, 1.019, 0.001, "ambiguous"),
         (1.0, 0.92, 1.08, 0.03, "same"),  # three times the noise
+        (1.0, 0.905, 1.08, 0.03, "ambiguous"),  # and no more
         (1.0, 0.89, 1.0, 0.2, "ambiguous"),  # but 10 % never count as the same
         (1.5, 1.4, 1.6, None, "ambiguous"),
     ],
@@ -101,6 +102,26 @@ def test_spread_measures_are_scale_free(values):
     assert analysis.relative_standard_error(doubled) == pytest.approx(
         analysis.relative_standard_error(values), abs=1e-9
     )
+
+
+def test_the_standard_error_is_that_of_the_mean():
+    assert analysis.relative_standard_error([1.0, 2.0, 3.0, 4.0]) == pytest.approx(math.sqrt(5 / 3) / 2 / 2.5)
+    assert analysis.relative_standard_error([1.0, 3.0]) == pytest.approx(0.5)
+    assert analysis.iqr([1.0, 3.0]) == 1.0
+
+
+def test_the_interval_holds_95_percent_of_a_bootstraps_medians():
+    """Of 101 different ratios, a bootstrap's median is the k-th or a smaller one if 51 or more of 101 draws are."""
+    count = 101
+
+    def below(k):
+        p = k / count
+        return sum(math.comb(count, n) * p**n * (1 - p) ** (count - n) for n in range(count // 2 + 1, count + 1))
+
+    found = analysis.paired_ratio({k: float(k) for k in range(1, count + 1)}, dict.fromkeys(range(1, count + 1), 1.0))
+    low, high = (next(k for k in range(1, count + 1) if below(k) >= share) for share in (0.025, 0.975))
+    assert (low, high) == (41, 61)
+    assert found.value == 51 and abs(found.low - low) <= 1 and abs(found.high - high) <= 1
 
 
 def test_too_few_rounds_give_no_ratio():
