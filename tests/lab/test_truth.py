@@ -357,6 +357,30 @@ def test_results_of_earlier_inputs_are_wrong_however_little_changes(name, texts)
     assert truth.check(p, Run(right(p))).reason == ""
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "differs"),
+    [
+        ([0] * 9, [1] * 9, True),
+        ([0] * 8, [1] * 8, False),  # by chance
+        ([0] * 100, [1] * 10 + [0] * 90, False),
+        ([0] * 100, [1] * 11 + [0] * 89, True),
+        ([1.0] * 100, [1.0] * 99 + [1.02], True),  # of floats, one is enough
+        ([1.0] * 100, [1.0] * 99 + [1.005], False),
+    ],
+)
+def test_by_how_much_results_must_change_to_tell(before, after, differs):
+    others = torch.arange(3), torch.ones(3)
+    then, now = ([*others, torch.tensor(x)] for x in (before, after))
+    assert earlier.differs(then, now, 2, 0.01) == differs
+    assert not earlier.differs(then, now, 0, 0.01) and not earlier.differs(then, now, 1, 0.01)
+
+
+def test_integers_of_earlier_inputs_are_wrong():
+    p = user_problems.problem("arg_largest", "fp32[64,64]")
+    assert "that of earlier inputs" in truth.check(p, Run(remembering(p, id))).reason
+    assert truth.check(p, Run(right(p))).reason == ""
+
+
 @pytest.mark.parametrize("shape", [(2,), (3,), (4,), (7,), (4, 2), (3, 5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 def test_other_values_are_of_the_same_range_and_order_and_only_the_first_stays(shape, dtype):

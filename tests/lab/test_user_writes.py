@@ -53,6 +53,48 @@ def test_a_compiler_that_leaves_out_a_write_is_wrong(name, text, place, pass_):
 
 
 @pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
+@pytest.mark.parametrize(("name", "text", "place"), WRITES)
+def test_a_provider_that_writes_something_else_is_wrong(name, text, place, pass_):
+    p = problem(f"{WRITERS}:{name}", text, dtype=text.split("[")[0], pass_=pass_)
+
+    def call(*xs):
+        found = p.function(*xs)
+        state = {**dict(p.function.named_parameters()), **dict(p.function.named_buffers())}
+        state[place.split()[1]].data.mul_(1.1)
+        return found
+
+    assert "more than twice eager's" in truth.check(p, replace(eager(p), call=call)).reason
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "fwd+bwd"])
+def test_a_write_that_is_that_of_earlier_inputs_is_wrong(pass_):
+    p, kept = problem(f"{WRITERS}:Counting", "fp32[8,4]", pass_=pass_), []
+
+    def call(x):
+        found = p.function(x)
+        kept.append(p.function.mean.clone())
+        p.function.mean.copy_(kept[0])
+        return found
+
+    reason = truth.check(p, replace(eager(p), call=call)).reason
+    assert reason == "the buffer mean is that of earlier inputs: it stays the same when the inputs change"
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
+@pytest.mark.parametrize(("name", "place"), [("Clamping", "parameter linear.bias"), ("normalised", "parameter bias")])
+def test_a_write_that_eager_code_does_not_make_is_wrong(name, place, pass_):
+    p = problem(f"{WRITERS}:{name}", "fp32[8,4]", pass_=pass_)
+
+    def call(*xs):
+        found = p.function(*xs).clone()
+        dict(p.function.named_parameters())[place.split()[1]].data[-1] += 1
+        return found
+
+    reason = truth.check(p, replace(eager(p), call=call)).reason
+    assert reason == f"it overwrites the {place}, which eager code leaves as it is"
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
 def test_results_are_held_against_those_of_the_same_buffers(pass_):
     """Regardless of how often eager code, the truth and the provider were called before."""
     p = problem(f"{WRITERS}:Settling", "fp32[8,4]", pass_=pass_)
@@ -79,8 +121,9 @@ def test_an_exporter_takes_the_buffers_of_the_first_call():
     assert taken == [pytest.approx(1.0 - 1e-4, rel=1e-7)]
 
 
-def test_a_buffer_may_be_taken_away():
-    p = problem(f"{WRITERS}:Dropping", "fp32[8,4]")
+@pytest.mark.parametrize("name", ["Dropping", "Growing"])
+def test_a_buffer_may_be_taken_away_or_grow(name):
+    p = problem(f"{WRITERS}:{name}", "fp32[8,4]")
     assert truth.check(p, eager(p)).reason == ""
 
 

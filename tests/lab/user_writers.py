@@ -58,6 +58,14 @@ class Dropping(Counting):
         return 2 * x
 
 
+class Growing(Counting):
+    """Keeps the means of all calls."""
+
+    def forward(self, x):
+        self.mean = torch.cat([self.mean.view(-1), x.mean()[None]])
+        return 2 * x
+
+
 class Clamping(nn.Module):
     """Clamps its weights, including the frozen ones."""
 

@@ -190,12 +190,16 @@ class Problem:
     def begin_anew(self) -> None:
         """Undo what calls have written to state that the function holds."""
 
-    def written_state(self) -> list[Tensor]:
-        """State that calls write and that may be among the outputs."""
-        return []
+    def written_state(self, wide: bool = False) -> dict[str, Tensor]:
+        """State that calls write, those of `truth` if `wide`, by name."""
+        return {}
 
     def left_out(self) -> list[str]:
         """State that eager's call writes besides its outputs and the calls since `begin_anew` have not written."""
+        return []
+
+    def overwritten(self) -> list[str]:
+        """State that eager's calls leave as it is and others have written."""
         return []
 
     def piece(self, rows: slice) -> Problem:

@@ -25,7 +25,7 @@ from .counting import counted
 from .earlier import sample, stale_result
 from .errors import Deviation, Errors, equal, errors
 from .plugin import Run
-from .problem import Problem, handed_over
+from .problem import Problem, differentiable, handed_over
 from .reads import storage
 from .truths import MOST_BYTES, Truths
 
@@ -83,18 +83,26 @@ def most_others(eager: Errors) -> float:
 
 
 def results(problem: Problem, wide: bool) -> list[Tensor]:
-    """Results of the task's pass, outputs before gradients: the truth in float64 if `wide`, else eager's."""
+    """Results of the task's pass, outputs before gradients before state: the truth in float64 if `wide`, else
+    eager's."""
     backward = problem.task.pass_ != "fwd"
     problem.begin_anew()  # reset state, so that results do not depend on the number of calls
     leaves = problem.leaves(backward, wide)
     outputs = problem.truth(leaves) if wide else problem.eager(leaves)
-    state = {storage(x) for x in problem.written_state()}  # which the next call overwrites
+    state = {storage(x) for x in problem.written_state(wide).values()}  # which the next call overwrites
     found = (
         [y.detach().clone() if storage(y) in state else y.detach() for y in outputs]
         if problem.task.pass_ != "bwd"
         else []
     )
-    return [*found, *problem.gradients(outputs, leaves, problem.upstream, wide)] if backward else found
+    if backward:
+        found += problem.gradients(outputs, leaves, problem.upstream, wide)
+    return [*found, *written(problem, wide).values()]
+
+
+def written(problem: Problem, wide: bool = False) -> dict[str, Tensor]:
+    """The values that the last call has written to state; without integers, such as a number of calls."""
+    return {name: x.detach().clone() for name, x in problem.written_state(wide).items() if differentiable(x)}
 
 
 def eagers(problem: Problem) -> tuple[list[Tensor], int]:
@@ -178,7 +186,7 @@ def found_by(problem: Problem, run: Run, leaves: tuple[Tensor, ...]) -> tuple[li
         return [], odd
     found = [y.detach().clone() for y in outputs] if problem.task.pass_ != "bwd" else []
     if not backward:
-        return found, ""
+        return [*found, *written(problem).values()], ""
     if run.vjp is not None:
         # Cloned, because the backward may overwrite them.
         upstream = run.vjp.enter(tuple(g.clone() for g in problem.upstream if g is not None))
@@ -189,7 +197,7 @@ def found_by(problem: Problem, run: Run, leaves: tuple[Tensor, ...]) -> tuple[li
         gradients = (*run.restore(*gradients[: len(gradients) - held]), *gradients[len(gradients) - held :])
     if odd := odd_gradients(problem, gradients):
         return [], odd
-    return [*found, *gradients], ""
+    return [*found, *gradients, *written(problem).values()], ""
 
 
 def odd_outputs(problem: Problem, outputs: Sequence[Tensor]) -> str:
@@ -239,7 +247,7 @@ def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:
     given = own_leaves(problem, run, False)  # only now, so that they take no memory during the call
     changed = any(not equal(leaf, x) for leaf, x in zip(leaves, given, strict=True))
     del given
-    absent = problem.left_out()
+    absent, overwritten = problem.left_out(), problem.overwritten()
     if rows:
         of_eager, *others = hold(problem, rows, by_eager, *([] if odd else [found]))
         yardstick = Yardstick(of_eager, terms)
@@ -251,7 +259,9 @@ def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:
         return Verdict(Errors(math.inf, math.inf), eager, odd)
     (measured,) = others
     reason = ""
-    if measured.others > most_others(eager):
+    if absent:
+        reason = f"it does not write to the {absent[0]}"
+    elif measured.others > most_others(eager):
         reason = (
             f"{measured.others} of {measured.whole} integers differ from float64's, {eager.others} of eager's do"
             + (f", which count as {LOOSEST} at most: {ANOTHER}" if eager.others > LOOSEST * eager.whole else "")
@@ -265,10 +275,10 @@ def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:
             + (f", eager's counting as {LOOSEST} at most: {ANOTHER}" if max(eager.max, eager.rms) > LOOSEST else "")
             + (f"; {run.arithmetic}" if run.arithmetic else "")
         )
-    elif absent:
-        reason = f"it does not write to the {absent[0]}"
     elif changed and not (run.in_place or problem.overwrites):
         reason = "it overwrites its inputs without declaring it"
+    elif overwritten:
+        reason = f"it overwrites the {overwritten[0]}, which eager code leaves as it is"
     if not reason:
         samples = [sample(y).clone() for y in found]
         by_eager = found = []  # else they would be there beside the second call's
@@ -283,10 +293,14 @@ def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:
         )
         if stale is not None:
             outputs = len(problem.output_shapes()) if problem.task.pass_ != "bwd" else 0
+            state = list(written(problem))
+            gradients, change = len(samples) - outputs - len(state), "the inputs change"
             if stale < outputs:
-                which, change = _which("output", stale, outputs), "the inputs change"
-            else:
-                which = _which("gradient", stale - outputs, len(samples) - outputs)
+                which = _which("output", stale, outputs)
+            elif stale < outputs + gradients:
+                which = _which("gradient", stale - outputs, gradients)
                 change = "the inputs and the outputs' gradients change"
+            else:
+                which = f"the {state[stale - outputs - gradients]}"
             reason = f"{which} is that of earlier inputs: it stays the same when {change}"
     return Verdict(measured, eager, reason)

@@ -125,14 +125,18 @@ class UserProblem(Problem):
                     if name in now and now[name].shape == x.shape:  # skip state that was resized or removed
                         now[name].copy_(x)
 
-    def written_state(self) -> list[Tensor]:
-        held = (_held(self.function), _held(self.wide))
-        return [now[name] for now in held for name in self.state if name in now]
+    def written_state(self, wide: bool = False) -> dict[str, Tensor]:
+        now = _held(self.wide if wide else self.function)
+        return {_called(n, now[n]): now[n] for n, x in self.state.items() if n in now and now[n].shape == x.shape}
 
     def left_out(self) -> list[str]:
         now = _held(self.function)
-        same = [name for name, x in self.state.items() if name in now and _same(now[name], x)]
-        return [f"{'parameter' if isinstance(now[name], nn.Parameter) else 'buffer'} {name}" for name in same]
+        return [_called(n, now[n]) for n, x in self.state.items() if n in now and _same(now[n], x)]
+
+    def overwritten(self) -> list[str]:
+        wide = {n: x for n, x in _held(self.wide).items() if n not in self.state and not nn.parameter.is_lazy(x)}
+        now = _held(self.function)
+        return [_called(n, now[n]) for n, x in wide.items() if n in now and not _same(x.to(now[n].dtype), now[n])]
 
     def _as_it_is(self) -> dict[str, Tensor]:
         """Copies of buffers and parameters after `begin_anew`; existing copies are reused. Lazy ones have no values
@@ -334,6 +338,10 @@ def _held(function: Any) -> dict[str, Tensor]:
         if isinstance(function, nn.Module)
         else {}
     )
+
+
+def _called(name: str, x: Tensor) -> str:
+    return f"{'parameter' if isinstance(x, nn.Parameter) else 'buffer'} {name}"
 
 
 def _same(x: Tensor, before: Tensor | None) -> bool:
