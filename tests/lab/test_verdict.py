@@ -6,7 +6,7 @@ import pytest
 from builders import measurement, row, study_record
 
 from fusewise.lab import analysis
-from fusewise.lab.verdict import Verdict, moved, sentences, summary, verdicts
+from fusewise.lab.verdict import Verdict, is_compiler, moved, sentences, summary, verdicts
 
 PLACE = {"op": "rope", "case": "cube-8", "dtype": "fp32", "pass": "fwd"}
 
@@ -46,6 +46,7 @@ LIMITS = {
         ({"floor-copy": 10.0, "floor-matmul": 12.0}, "memory", 12.0),  # few rows: the product waits for its weights
         ({"floor-copy": 10.0, "floor-matmul": 13.0}, "compute", 13.0),
         ({"floor-copy": 1.0, "floor-launch": 2.0}, "launch", 2.0),
+        ({"floor-copy": 1.0, "floor-launch": 2.0, "floor-matmul": 1.0}, "launch", 2.0),
         ({"floor-copy": 3.9, "floor-launch": 2.0}, "launch", 3.9),  # of which it moves its bytes in 1.9
         ({"floor-copy": 4.0, "floor-launch": 2.0}, "memory", 4.0),
         ({"floor-copy": 3.0, "floor-launch": 2.0, "floor-matmul": 20.0}, "compute", 20.0),
@@ -58,7 +59,9 @@ def test_what_binds_and_the_least_time(floors, bound, minimum):
     assert found.minimum_us == (None if minimum is None else pytest.approx(minimum))
 
 
-@pytest.mark.parametrize(("ours", "bound", "minimum"), [(3.9, "launch", 2.0), (4.0, "cannot tell", None)])
+@pytest.mark.parametrize(
+    ("ours", "bound", "minimum"), [(2.0, "launch", 2.0), (3.9, "launch", 2.0), (4.0, "cannot tell", None)]
+)
 def test_a_floor_that_a_provider_beats_is_that_of_launching_if_anything_is(ours, bound, minimum):
     """A copy of a few megabytes by the driver may take twice as long as a kernel."""
     times = {"floor-copy": 7.0, "floor-launch": 2.0, "eager": 30.0, "fusewise-cuda": ours}
@@ -66,6 +69,11 @@ def test_a_floor_that_a_provider_beats_is_that_of_launching_if_anything_is(ours,
     assert (found.bound, found.minimum_us) == (bound, minimum)
     assert (found.worth, found.kernel) == ("yes", "fusewise-cuda")
     assert found.left == (None if minimum is None else pytest.approx(1 - 2 / 30))
+
+
+def test_matmuls_that_a_provider_beats_are_no_launch():
+    times = {"floor-copy": 3.0, "floor-launch": 2.0, "floor-matmul": 20.0, "eager": 30.0, "liger": 3.9}
+    assert only(record(times)).bound == "cannot tell"
 
 
 def test_a_launch_that_a_provider_beats_is_no_minimum():
@@ -97,20 +105,23 @@ def test_limits_of_the_machine_stand_in_for_floors_that_were_not_measured():
 
 
 @pytest.mark.parametrize(
-    ("times", "bound", "worth", "minimum"),
+    ("times", "limit", "bound", "worth", "minimum"),
     [
-        ({"eager": 80.0}, "cannot tell", "cannot tell", None),
-        ({"eager": 80.0, "fusewise-cpu": 40.0}, "cannot tell", "yes", None),
-        ({"eager": 9.5}, "memory", "no", 9.0),  # nothing can be faster than its bytes
+        ({"eager": 80.0}, "copy", "cannot tell", "cannot tell", None),
+        ({"eager": 80.0, "fusewise-cpu": 40.0}, "copy", "cannot tell", "yes", None),
+        ({"eager": 9.5}, "copy", "memory", "no", 9.0),  # nothing can be faster than its bytes
+        ({"eager": 80.0}, "launch", "cannot tell", "cannot tell", None),
+        ({"eager": 9.5}, "launch", "launch", "no", 9.0),
     ],
-    ids=["slow", "beaten", "at the rate of a copy"],
+    ids=["slow", "beaten", "at the rate of a copy", "slower than a launch", "as fast as a launch"],
 )
-def test_unknown_operations_leave_open_what_the_bytes_do_not_settle(times, bound, worth, minimum):
+def test_unknown_operations_leave_open_what_the_bytes_do_not_settle(times, limit, bound, worth, minimum):
     prepared = {"status": "ok", "flops_unknown": ["aten._linalg_svd"]}
-    all_times = {**times, f"eager{analysis.TWIN}": times["eager"], "floor-copy": 9.0}
+    floors = {"floor-copy": 8.5, "floor-launch": 2.0, f"floor-{limit}": 9.0}
+    all_times = {**times, f"eager{analysis.TWIN}": times["eager"], **floors}
     samples = [measurement(name, [[t]] * 4, prepared=prepared) for name, t in all_times.items()]
     rows, comparisons = analysis.group_rows([row(name, flops_min=None) for name in times], samples, LIMITS)
-    assert rows[0].limit == "copy" and rows[0].share_of_limit == pytest.approx(9 / times["eager"])
+    assert rows[0].limit == limit and rows[0].share_of_limit == pytest.approx(9 / times["eager"])
     found = only(study_record(rows, samples, comparisons, limits=LIMITS))
     assert (found.bound, found.worth) == (bound, worth)
     assert found.minimum_us == (None if minimum is None else pytest.approx(minimum))
@@ -267,6 +278,45 @@ def test_causes_come_from_ledgers_hosts_clocks_and_counts():
     assert causes["jax"] == ("spills registers (sass)",)
     assert only(found).saved_bytes == 24_000_000
     assert moved(found.ledgers[0]) == 32_000_000
+
+
+def test_what_costs_nothing_is_no_cause():
+    stage = {"provider": "eager", "stage": "sass", "order": 1, "language": "sass", "text": ""}
+    found = record(
+        {"floor-copy": 10.0, "eager": 40.0},
+        hosts={"eager": 39.0},
+        ledgers=[ledger("eager", *[(1_000_000, 1_000_000)] * 4)],  # and the time of a launch is unknown
+        code=[{**stage, "counts": {"spill_bytes": 0}}, {**stage, "case": "cube-16", "counts": {"spill_bytes": 8}}],
+        device="NVIDIA X",
+    )
+    for m in found.measurements:
+        m.prepared["in_place"] = True
+    assert only(found).gaps[0].causes == ("cause unknown: its memory traffic is minimal",)
+    assert only(record({"floor-copy": 4.0, "eager": 4.1})).gaps[0].causes == ("at the limit",)  # on a CPU, precise
+
+
+@pytest.mark.parametrize(("written", "times"), [(4_790_000, None), (4_810_000, "1.10 times")])
+def test_a_tenth_more_bytes_than_needed_is_a_cause(written, times):
+    found = only(
+        record({"floor-copy": 10.0, "eager": 40.0}, ledgers=[ledger("eager", (4_000_000, written), (None, None))])
+    )
+    moves = (
+        "cause unknown: its memory traffic is minimal" if times is None else f"moves {times} the bytes, in 2 kernels"
+    )
+    assert found.gaps[0].causes == (moves,)
+
+
+def test_groups_are_judged_by_their_own_noise():
+    first, second = (record({"floor-copy": 10.0, "eager": 20.0}, pair=pair) for pair in ("eager", "none"))
+    rows, measured = ([dataclasses.replace(x, case="cube-16") for x in of] for of in (second.rows, second.measurements))
+    both = study_record(first.rows + rows, first.measurements + measured, first.comparisons)
+    judged = verdicts(both)
+    assert [v.worth for v in judged] == ["try", "cannot tell"] and "no A/A pair" in judged[1].why
+
+
+def test_compilers_are_those_and_their_variants():
+    assert all(map(is_compiler, ("eager", "torch.compile", "torch.compile-graphs", "thunder-nvfuser")))
+    assert not any(map(is_compiler, ("eagerly", "liger", "fusewise-cpu", "fusewise-triton")))
 
 
 @pytest.mark.parametrize(
