@@ -54,6 +54,22 @@ def test_wrong_results_are_told(change, words):
     assert words in verdict.reason
 
 
+@pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
+def test_results_have_poisoned_memory_each(pass_, monkeypatch):
+    p, full, places = problem("phi-2-decode-b64", pass_=pass_), torch.full, {}
+
+    def filled(shape, value, **options):
+        made = full(shape, value, **options)
+        assert made.isnan().all()
+        places[made.data_ptr()] = made.shape
+        return made
+
+    monkeypatch.setattr(torch, "full", filled)
+    truth.poison(p)
+    gradients = [x.shape for x in p.tensors] if pass_ != "fwd" else []
+    assert sorted(places.values()) == sorted([*(g.shape for g in p.upstream), *gradients])
+
+
 class Scaled(torch.autograd.Function):
     """Returns x, with a gradient that is off by a factor."""
 

@@ -161,9 +161,14 @@ def hold(problem: Problem, rows: Sequence[slice], *found: Sequence[Tensor]) -> l
 
 
 def poison(problem: Problem) -> None:
-    """Fill memory that the allocator is likely to reuse for outputs with NaN, so that unwritten elements show."""
-    for shape in problem.output_shapes():
-        torch.full(shape, math.nan, device=problem.device, dtype=problem.dtype)
+    """Fill memory that the allocator is likely to reuse for results with NaN, so that unwritten elements show. All at
+    once, or results of one size would share it, and others land where eager code's, which are right, have been."""
+    made = [*zip(problem.output_shapes(), problem.output_dtypes(), strict=True)]
+    if problem.task.pass_ != "fwd":
+        inputs = [x for x in problem.wanting(problem.tensors, True) if x.requires_grad]
+        made += [(tuple(x.shape), x.dtype) for x in (*inputs, *problem.parameters)]
+    floats = [(shape, dtype) for shape, dtype in made if dtype.is_floating_point or dtype.is_complex]
+    _ = [torch.full(shape, math.nan, device=problem.device, dtype=dtype) for shape, dtype in floats]
 
 
 def own_leaves(problem: Problem, run: Run, gradient: bool) -> tuple[Tensor, ...]:
