@@ -90,6 +90,22 @@ def test_a_difference_that_the_clock_explains_is_ambiguous():
     assert words(compared(run({"eager": 50.0}, clocks=1900), run({"eager": 60.0}, clocks=1890))) == {"eager": "slower"}
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "word"),
+    [
+        ((60.0, 1583), (50.0, 1900), "ambiguous"),
+        ((75.0, 1583), (50.0, 1900), "faster"),  # by more than the clock
+        ((50.0, 1900), (75.0, 1583), "slower"),
+        ((50.0, 1900), (51.6, 1845), "ambiguous"),  # 3 % matter
+        ((50.0, 1900), (60.0, 2300), "slower"),  # although the clock was higher
+        ((50.0, 1900), (50.0, 1583), "same"),
+    ],
+)
+def test_what_the_clock_explains_either_way(before, after, word):
+    sides = (run({"eager": time}, clocks=mhz) for time, mhz in (before, after))
+    assert words(compared(*sides)) == {"eager": word}
+
+
 def test_a_difference_beside_threads_that_waited_for_a_core_is_ambiguous():
     idle, busy = run({"eager": 50.0}, waiting=0.01), run({"eager": 60.0}, waiting=1.5)
     found = compared(idle, busy)
@@ -130,7 +146,27 @@ def test_rows_without_samples_are_compared_by_their_spread(tmp_path):
     measured = compare.side(run({"eager": 50.0, "liger": 23.0}), "measured")
     told = "no A/A pair before: the noise is taken to be the other side's or the tolerance"
     assert told in compare.compare(a, measured).notes
+    assert words(compare.compare(a, measured)) == {"liger": "slower"}
+    assert words(compare.compare(measured, a)) == {"liger": "faster"}
+    assert words(compare.compare(measured, c)) == {"liger": "ambiguous"}  # whatever the samples of the other say
     assert not any("A/A" in note for note in compare.compare(measured, measured).notes)
+
+
+@pytest.mark.parametrize(("iqrs", "spread"), [((3.0, 4.0), 0.25), ((None, 4.0), 0.2), ((None, None), 0.0)])
+def test_the_interval_of_rows_without_samples(iqrs, spread):
+    sides = (compare.side(study_record([row("liger", device_us=10.0, device_us_iqr=iqr)]), "") for iqr in iqrs)
+    (change,) = compare.compare(*sides).changes
+    assert (change.ratio, change.low, change.high) == (1.0, pytest.approx(1 / (1 + spread)), pytest.approx(1 + spread))
+
+
+def test_the_interval_of_samples_holds_95_percent_of_a_bootstraps_medians():
+    """Their exact quantiles are in test_analysis.py."""
+    varied = study_record([row("liger", device_us=51.0)], [measurement("liger", [[float(k)] for k in range(1, 102)])])
+    constant = study_record([row("liger", device_us=1.0)], [measurement("liger", [[1.0]] * 101)])
+    (change,) = compared(constant, varied).changes
+    assert change.ratio == 51 and abs(change.low - 41) <= 1 and abs(change.high - 61) <= 1
+    (change,) = compared(varied, constant).changes
+    assert abs(1 / change.low - 61) <= 1 and abs(1 / change.high - 41) <= 1
 
 
 def test_relative_to_the_floor_a_slower_machine_is_no_regression():
@@ -141,6 +177,22 @@ def test_relative_to_the_floor_a_slower_machine_is_no_regression():
     assert words(found) == {"eager": "same", "liger": "slower"}
     assert found.changes[1].ratio == pytest.approx(1.1, rel=0.01)
     assert found.changes[0].before_us == pytest.approx(5.0, rel=0.01)
+    shared = {"limit": "copy", "share_of_limit": 0.5}
+    rows = [
+        row("floor-copy", device_us=10.0),
+        row("liger", device_us=20.0, device_us_iqr=0.4, **shared),
+        row("jax", "failed"),
+    ]
+    for without in (study_record(rows), study_record([dataclasses.replace(r, device_us_iqr=None) for r in rows])):
+        scaled = compare.relative(compare.side(without, "a")).rows
+        liger = next(r for r in scaled.values() if r.provider == "liger")
+        assert (liger.device_us, liger.device_us_iqr) == (
+            2.0,
+            pytest.approx(0.04) if without.rows[1].device_us_iqr else None,
+        )
+        assert [r.provider for r in scaled.values()] == ["liger", "jax"]
+    without_floor = study_record(rows[1:])
+    assert [r.provider for r in compare.relative(compare.side(without_floor, "a")).rows.values()] == ["jax"]
     bare = study_record([row("eager", device_us=3.0)])
     assert compare.relative(compare.side(bare, "a")).rows == {}
 
