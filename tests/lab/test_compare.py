@@ -129,6 +129,8 @@ def test_notes_say_what_else_changed():
     assert "torch: 2.10 before, 2.11 after" in notes
     assert "device: test before, other after" in notes
     assert any(note.startswith("the machine itself changed: copying takes 1.5") for note in notes)
+    slower = compared(run({"eager": 50.0}), run({"eager": 75.0})).notes
+    assert not any("machine" in note for note in slower)  # its floor takes as long as before
 
 
 def test_rows_without_samples_are_compared_by_their_spread(tmp_path):

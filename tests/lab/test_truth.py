@@ -103,6 +103,33 @@ def test_an_overwritten_input_must_be_declared():
     assert truth.check(p, Run(call, in_place=True)).reason == ""
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_one_of_several_inputs_overwritten_is_told(number):
+    p = problem("phi-2-decode-b64")
+
+    def call(*xs):
+        found = p.eager(xs)
+        xs[number].view(-1)[-1] += 1
+        return found
+
+    assert "overwrites its inputs" in truth.check(p, Run(call)).reason
+
+
+def test_memory_is_poisoned_before_every_call(monkeypatch):
+    p, order, poison = problem(), [], truth.poison
+    monkeypatch.setattr(truth, "poison", lambda problem: order.append("poison") or poison(problem))
+    assert truth.check(p, Run(lambda *xs: order.append("call") or p.eager(xs))).reason == ""
+    assert order == ["poison", "call"] * 2
+
+
+@pytest.mark.parametrize(("by_eager", "most"), [(0, 0), (1, 5), (4, 14), (9, 27), (50, 29)])
+def test_twice_as_many_integers_may_differ_and_some_by_chance(by_eager, most):
+    """50 of 100 count as 10."""
+    eager = Yardstick(Errors(0.0, 0.0, by_eager, 100))
+    assert truth.within(Errors(0.0, 0.0, most, 100), eager, torch.float32)
+    assert not truth.within(Errors(0.0, 0.0, most + 1, 100), eager, torch.float32)
+
+
 def test_the_rule_has_a_band_for_one_rounding_and_no_more():
     eager = Yardstick(Errors(0.0, 0.0))
     half_ulp = torch.finfo(torch.bfloat16).eps / 2
