@@ -172,6 +172,16 @@ def test_a_dtype_that_a_processor_only_emulates_limits_nothing():
     assert "matmul" not in analysis.known_limits(emulated, row("eager", dtype="c64", **rope))
 
 
+def test_what_was_not_measured_of_a_machine_limits_nothing():
+    measured = {"copy_gb_s": 10.0, "launch_us": 1.0, "matmul_tflop_s": {"fp32": 0.5}}
+    some = {"bytes_min": 10**6, "flops_min": 750_000}
+    assert set(analysis.known_limits(measured, row("eager", **some))) == {"copy", "matmul", "launch"}
+    for part, value in (("copy_gb_s", None), ("launch_us", None), ("matmul_tflop_s", {"fp32": None})):
+        left = analysis.known_limits({**measured, part: value}, row("eager", **some))
+        assert len(left) == 2 and part.split("_")[0] not in left
+    assert set(analysis.known_limits(measured, row("eager", bytes_min=None, flops_min=None))) == {"launch"}
+
+
 def test_group_rows_fill_times_shares_and_clocks():
     eager = measurement("eager", [[20.0, 22.0, 24.0]] * 4)
     for i, turn in enumerate(eager.rounds):
@@ -192,9 +202,10 @@ def test_a_cpu_has_no_throttle_reasons():
     rounds = [{"clocks": {"waiting_threads": value}} for value in (0.5, 0.1, 0.2)]
     assert analysis.summarise_clocks(rounds) == {"waiting_threads": 0.2}
     timed = [
-        dataclasses.replace(row("eager"), clocks=c) for c in (None, {"waiting_threads": 0.2}, {"waiting_threads": 0.02})
+        dataclasses.replace(row("eager"), clocks=c)
+        for c in (None, {"waiting_threads": 0.2}, {"waiting_threads": 0.1}, {"waiting_threads": 0.09})
     ]
-    assert [analysis.disturbed(r) for r in timed] == [None, 0.2, None]
+    assert [analysis.disturbed(r) for r in timed] == [None, 0.2, 0.1, None]
 
 
 def test_the_aa_pair_is_no_row_and_no_rival():
