@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from user_problems import RMS, eager, problem
 
+from fusewise._shared.gpu import tf32_allowed
 from fusewise.lab import plan, targets, truth
+from fusewise.lab import problem as module_of_problems
 from fusewise.lab.plugin import Vjp
 from fusewise.lab.problem import Task
 from fusewise.lab.providers import xla
@@ -154,10 +156,10 @@ def test_autograd_casts_a_gradient_by_itself() -> None:
 
 
 @pytest.fixture
-def _precision() -> Any:
+def _precision(monkeypatch: Any) -> Any:
+    monkeypatch.setattr(module_of_problems, "_own", [])
     before = torch.get_float32_matmul_precision()
     yield
-    targets.set_precision("")
     torch.set_float32_matmul_precision(before)
 
 
@@ -199,6 +201,39 @@ def test_tf32_prevails_over_the_precision_that_a_file_sets(own: str, by: str, tm
         case = target.case()
         targets.problem_for(Task(target.name, case.name, dtype, "fwd", "cpu", 0, target.detail(case)))
         assert torch.get_float32_matmul_precision() == precision
+
+
+@pytest.mark.usefixtures("_precision")
+@pytest.mark.parametrize(("setting", "allowed"), [("ieee", False), ("tf32", True)])
+def test_torch_s_newer_settings_are_this_process_s_own(setting: str, allowed: bool, jax: Any) -> None:
+    """After which torch refuses to tell the older one."""
+    torch.backends.cuda.matmul.fp32_precision = setting
+    for dtype, expected in (("fp32", allowed), ("tf32", True), ("fp32", allowed)):
+        p = targets.problem_for(_task(dtype))
+        assert (p.tf32, tf32_allowed()) == (expected, expected)
+        xla._jax(p)
+        assert jax.config.jax_default_matmul_precision == ("high" if expected else "highest")
+
+
+@pytest.mark.usefixtures("_precision")
+@pytest.mark.parametrize("own", ["highest", "high"])
+def test_a_library_that_changes_the_precision_changes_neither_eager_code_nor_the_next_task(own: str) -> None:
+    torch.set_float32_matmul_precision(own)
+    other = "high" if own == "highest" else "highest"
+    p = targets.problem_for(_task("fp32"))
+    usual, seen = p.eager, []
+    p.eager = lambda leaves: (seen.append(torch.get_float32_matmul_precision()), usual(leaves))[1]  # type: ignore[method-assign]
+
+    def call(*xs: Any) -> Any:
+        torch.set_float32_matmul_precision(other)
+        return usual(xs)
+
+    call(*p.tensors)  # as where a library is imported
+    assert truth.check(p, replace(eager(p), call=call)).reason == ""
+    assert {*seen} == {own}
+    assert torch.get_float32_matmul_precision() == other
+    targets.problem_for(_task("fp32"))
+    assert torch.get_float32_matmul_precision() == own
 
 
 @pytest.mark.usefixtures("_precision")

@@ -22,7 +22,7 @@ from fusewise._shared import cache
 from fusewise.ops.gated_linear import _onednn
 
 from . import machine
-from .problem import DTYPES, PRECISIONS, set_precision
+from .problem import DTYPES, PRECISIONS, reset_precision, set_precision
 from .record import Json
 from .schema import fault
 from .timing import CpuTimer, CudaTimer, Timer, Wait, Work
@@ -87,7 +87,7 @@ def _matmul(timer: Timer, device: torch.device, dtype: str, generator: torch.Gen
     by_onednn = _onednn.takes(a, b)
     set_precision(dtype)
     took = _microseconds(timer, lambda: _onednn.linear(a, b) if by_onednn else torch.mm(a, b, out=out))
-    set_precision("")
+    reset_precision()
     return 2 * n**3 / took / 1e6
 
 

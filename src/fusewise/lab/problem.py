@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fusewise._shared.gpu import tf32_allowed
 from fusewise.ops._cases import DTYPES as DTYPES
 from fusewise.ops._cases import PRECISIONS as PRECISIONS
 
@@ -42,16 +43,30 @@ class Task:
         return (self.op, self.case, self.dtype, self.pass_)
 
 
-_usual: list[str] = []  # this process's precision of float32 matmuls, while a task has another
+_own: list[str] = []  # this process's precision of float32 matmuls, before any provider's library could change it
 
 
 def set_precision(dtype: str) -> None:
-    """Let float32 matmuls round their operands to tf32 if the task's dtype says so, else what this process had."""
-    if dtype == "tf32" and not _usual:
-        _usual.append(torch.get_float32_matmul_precision())
-        torch.set_float32_matmul_precision("high")
-    elif dtype != "tf32" and _usual:
-        torch.set_float32_matmul_precision(_usual.pop())
+    """Let float32 matmuls round their operands to tf32 if the task's dtype says so, else as this process had it when this
+    was first called."""
+    if not _own:
+        _own.append(_precision())
+    wanted = "high" if dtype == "tf32" else _own[0]
+    if _precision() != wanted:
+        torch.set_float32_matmul_precision(wanted)
+
+
+def reset_precision() -> None:
+    """Undo `set_precision` and whatever else has changed it since."""
+    if _own:
+        set_precision("")
+
+
+def _precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set by torch's newer settings
+        return "high" if tf32_allowed() else "highest"
 
 
 def same(*arguments: Any) -> Any:
@@ -158,6 +173,7 @@ class Problem:
         self.task = task
         self.device = torch.device(task.device)
         self.dtype = PRECISIONS[task.dtype]
+        self.tf32 = tf32_allowed()
         #: Inputs; floating and complex ones are differentiable. A cold-cache measurement rotates over copies of them.
         self.tensors: tuple[Tensor, ...] = ()
         #: Indices of differentiable tensors that need no gradient.

@@ -15,11 +15,14 @@ mismatches as eager, plus a margin for chance.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from fusewise._shared.gpu import tf32_allowed
 
 from .counting import counted
 from .earlier import sample, stale_result
@@ -107,9 +110,24 @@ def written(problem: Problem, wide: bool = False) -> dict[str, Tensor]:
 
 def eagers(problem: Problem) -> tuple[list[Tensor], int]:
     """Eager's results, and the number of terms of its longest sum."""
-    # Counted in a separate run: under a dispatch mode autograd selects other formulas for some operators.
-    terms = counted(lambda: results(problem, False))[1].terms
-    return results(problem, False), terms
+    with _as_made(problem):
+        # Counted in a separate run: under a dispatch mode autograd selects other formulas for some operators.
+        terms = counted(lambda: results(problem, False))[1].terms
+        return results(problem, False), terms
+
+
+@contextmanager
+def _as_made(problem: Problem) -> Iterator[None]:
+    """The precision of float32 matmuls that the problem was made with: a provider's library may allow tf32 for the whole
+    process, and is not to be judged by eager code in tf32, too."""
+    changed = tf32_allowed() != problem.tf32
+    if changed:
+        torch.set_float32_matmul_precision("high" if problem.tf32 else "highest")
+    try:
+        yield
+    finally:
+        if changed:
+            torch.set_float32_matmul_precision("highest" if problem.tf32 else "high")
 
 
 def expected(problem: Problem, kept: Truths | None = None) -> tuple[list[Tensor], Yardstick]:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusewise._shared.gpu import tf32_allowed
+
 from ..code.stage import Stage
 from ..ledger import Kernel
 from ..plugin import Missing, Provider, Run, Unsupported, Vjp, require
@@ -132,9 +134,7 @@ def _jax(problem: Problem) -> Any:
     if problem.device.type == "cpu":
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     jax = require("jax", INSTALL)
-    exact = torch.get_float32_matmul_precision() == "highest"
-    # JAX has no "medium", with which torch multiplies on a GPU as with "high".
-    jax.config.update("jax_default_matmul_precision", "highest" if exact else "high")
+    jax.config.update("jax_default_matmul_precision", "high" if tf32_allowed() else "highest")
     if problem.device.type == "cuda" and jax.default_backend() != "gpu":
         raise Missing("this jax has no CUDA; pip install 'jax[cuda13]'")
     return jax

@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from ..names import nearest
-from ..problem import Pass, Problem, Task, set_precision
+from ..problem import Pass, Problem, Task, reset_precision, set_precision
 from ..reason import reason
 
 ENTRY_POINTS = "fusewise.targets"
@@ -182,7 +182,7 @@ def _of_preset(name: str) -> Target | None:
 def problem_for(task: Task) -> Problem:
     """The task's problem, made by its target. Sets the precision of float32 matmuls that it is to be measured with, after
     all imports: what those set is the process's own."""
-    set_precision("")
+    reset_precision()
     if ":" in task.op:
         from .user_problem import UserProblem
 

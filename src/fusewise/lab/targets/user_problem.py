@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fusewise._shared.gpu import tf32_allowed
+
 from .. import earlier
 from ..counting import counted
 from ..errors import equal, errors
@@ -51,6 +53,7 @@ class UserProblem(Problem):
         self.state: dict[str, Tensor] = {}
         self.function = functions.load(task.detail["place"], task.seed, task.detail.get("path", ()))
         set_precision(task.dtype)  # the file may have set its own
+        self.tf32 = tf32_allowed()
         specs = [
             (name, self._of_task(spec)) for name, spec in functions.arguments(self.function, task.detail["inputs"])
         ]

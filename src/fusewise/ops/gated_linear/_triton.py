@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..._shared.gpu import processors_of
+from ..._shared.gpu import processors_of, tf32_allowed
 from ..._shared.triton_launch import INTERPRETED
 from ..._shared.triton_launch import unavailable as unavailable
 from .._tuned import Key, Tuned
@@ -137,11 +137,7 @@ def kind(x: Tensor) -> str:
     """Precision of products: "half" for 16-bit operands; float32 in "tf32" only if torch's settings allow it, else "ieee"."""
     if x.dtype != torch.float32:
         return "half"
-    backends: Any = torch.backends  # the stubs do not know these settings
-    setting = backends.cuda.matmul.fp32_precision
-    if setting == "none":
-        setting = backends.fp32_precision
-    return "tf32" if setting == "tf32" else "ieee"
+    return "tf32" if tf32_allowed() else "ieee"
 
 
 def _programs(config: Config, rows: int, hidden: int, processors: int) -> tuple[int, tuple[int, int]]:
