@@ -85,14 +85,15 @@ def test_on_a_cpu_a_chunk_of_the_gate_comes_on_top() -> None:
     assert decode.predicted_bytes("fwd", "fp32", "chunked") == 3 * decode.output_bytes("fp32")
 
 
-def test_float32_on_a_gpu_needs_a_quarter_of_the_gate() -> None:
+def test_float32_by_the_library_needs_both_pre_activations_in_inference_too() -> None:
     found = case("shapes-aligned")
     h = found.output_bytes("fp32")
-    for form, plain in (("quarters", "fused"), ("quarters-recompute", "fused-recompute")):
-        assert found.predicted_bytes("fwd", "fp32", form) == h + h // 4
-        assert found.predicted_bytes("fwd+bwd", "fp32", form) == found.predicted_bytes("fwd+bwd", "fp32", plain)
-    few = case("quick-swiglu")  # no more than 512 rows: one chunk
-    assert few.predicted_bytes("fwd", "fp32", "quarters") == 2 * few.output_bytes("fp32")
+    for form, plain in (("unfused", "fused"), ("unfused-recompute", "fused-recompute")):
+        assert found.predicted_bytes("fwd", "fp32", form) == 3 * h
+        trained = found.predicted_bytes("fwd+bwd", "fp32", plain)
+        assert found.predicted_bytes("fwd+bwd", "fp32", form) == max(3 * h, trained)
+    assert found.predicted_bytes("fwd+bwd", "fp32", "fused") == 3 * h + found.gradient_bytes("fp32")
+    assert found.predicted_bytes("fwd+bwd", "fp32", "fused-recompute") == 2 * h + found.gradient_bytes("fp32")
 
 
 @pytest.mark.parametrize("name", ["quick-diffusers", "quick-swiglu", "quick-decode"])

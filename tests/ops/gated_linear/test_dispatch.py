@@ -67,7 +67,7 @@ def test_a_named_implementation_never_falls_back() -> None:
 
 
 @pytest.mark.interpreter
-def test_the_way_through_triton_is_named_with_its_reason() -> None:
+def test_the_way_through_triton_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def told(x: torch.Tensor, weight: torch.Tensor, **kwargs: Any) -> fusewise.Dispatch:
         return fusewise.explain_dispatch(fusewise.gated_linear, x, weight, impl="triton", activation="silu", **kwargs)
 
@@ -83,6 +83,15 @@ def test_the_way_through_triton_is_named_with_its_reason() -> None:
         found = told(*call)
         assert found.impl == "triton"
         assert re.fullmatch(rf"through pointers: .* 16 bytes, which {lacking} lacks", found.path), found.path
+    odd, odd_y = torch.randn(512, 17).half(), torch.randn(24, 16).half()
+    needs = "TMA needs starts and rows aligned to 16 bytes"
+    assert told(odd, torch.randn(32, 17).half()).path.startswith(
+        f"copies of x and the value's weight and the gate's weight, by TMA: {needs}"
+    )
+    assert told(odd[:, :16], odd_y).path.startswith(f"copies of x, through pointers: {needs}, which y (F = 12) lacks")
+    monkeypatch.setattr(_op.implementation("triton"), "_has_tma", lambda _: False)
+    assert told(odd[:, :16], WEIGHT.half()).path.startswith("copies of x, through pointers: the device has no TMA")
+    monkeypatch.undo()
     assert "which the gate's weight lacks" in told(X, WEIGHT[:16], w_gate=wide[:16, :16]).path
     assert "platform's library" in told(torch.randn(65, 16), WEIGHT).path
     assert "platform's library" not in told(torch.randn(65, 16).half(), WEIGHT.half()).path

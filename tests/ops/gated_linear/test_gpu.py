@@ -54,6 +54,25 @@ def test_training_holds_and_peaks_as_the_contract_says(save: str, held: int, pea
     assert peak_above(before) <= peak * size + returned + sums + 2**21
 
 
+def outcome(of: Any, inputs: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, ...]:
+    y = of(*inputs)
+    return (y.detach(), *torch.autograd.grad(y, inputs, dy))
+
+
+def usual(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    value, gate = functional.linear(x, weight, bias).chunk(2, -1)
+    return value * functional.gelu(gate, approximate="tanh")
+
+
+def check_as_accurate_as_eager(inputs: tuple[Tensor, ...], dy: Tensor, save: Any) -> None:
+    """y and all gradients, against float64."""
+    found, other = outcome(lambda *a: geglu_linear(*a, save=save), inputs, dy), outcome(usual, inputs, dy)
+    double = tuple(t.detach().double().requires_grad_() for t in inputs)
+    for mine, eagers, true in zip(found, other, outcome(usual, double, dy.double()), strict=True):
+        a, b, band = errors([mine], [true]), errors([eagers], [true]), 3 * torch.finfo(dy.dtype).eps / 2
+        assert mine.is_contiguous() and a.max <= 2 * b.max + band and a.rms <= 2 * b.rms + band, (a, b)
+
+
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("save", ["preact", "input"])
 @pytest.mark.parametrize(("features", "hidden"), [(257, 512), (260, 520), (256, 515), (257, 515)])
@@ -62,22 +81,36 @@ def test_rows_that_are_not_aligned(
 ) -> None:
     """Unaligned x, weights, y, pre-activations, their gradient and dW, each in turn, at the size from which they are copied."""
     monkeypatch.setattr(_autograd, "LARGE_BYTES", 0 if large else _autograd.LARGE_BYTES)
-    inputs = make(600, features, hidden, True)
     dy = torch.randn(600, hidden, device="cuda", dtype=torch.bfloat16)
+    check_as_accurate_as_eager(make(600, features, hidden, True), dy, save)
 
-    def outcome(of: Any, inputs: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, ...]:
-        y = of(*inputs)
-        return (y.detach(), *torch.autograd.grad(y, inputs, dy))
 
-    def usual(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        value, gate = functional.linear(x, weight, bias).chunk(2, -1)
-        return value * functional.gelu(gate, approximate="tanh")
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("save", ["preact", "input"])
+@pytest.mark.parametrize(("rows", "features", "hidden"), [(600, 256, 520), (600, 257, 515), (1000, 1030, 768), (70, 256, 512)])  # fmt: skip
+def test_float32_of_many_rows(rows: int, features: int, hidden: int, save: str, precision: str) -> None:
+    """With and without tf32, aligned or not; large problems, too."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        inputs = tuple(t.detach().float().requires_grad_() for t in make(rows, features, hidden))
+        check_as_accurate_as_eager(inputs, torch.randn(rows, hidden, device="cuda"), save)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
-    found, other = outcome(lambda *a: geglu_linear(*a, save=save), inputs, dy), outcome(usual, inputs, dy)
-    double = tuple(t.detach().double().requires_grad_() for t in inputs)
-    for mine, eagers, true in zip(found, other, outcome(usual, double, dy.double()), strict=True):
-        a, b, band = errors([mine], [true]), errors([eagers], [true]), 3 * torch.finfo(torch.bfloat16).eps / 2
-        assert mine.is_contiguous() and a.max <= 2 * b.max + band and a.rms <= 2 * b.rms + band, (a, b)
+
+@pytest.mark.parametrize(("precision", "scratch"), [("highest", 2), ("high", 0)])
+def test_inference_in_float32_allocates_what_its_documentation_says(precision: str, scratch: int) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        inputs = tuple(t.float() for t in make(4096, 1024, 4096))
+        geglu_linear(*inputs)  # the library allocates its workspace
+        start = settled()
+        y = geglu_linear(*inputs)
+        assert peak_above(start) == (1 + scratch) * y.numel() * y.element_size()
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_a_cuda_graph_replays_on_new_values() -> None:

@@ -22,7 +22,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusewise.lab import memory
 from fusewise.ops.gated_linear import _triton, _triton_gate, reference
-from fusewise.ops.gated_linear._problem import Halves, Spec, new_preact, split_preact
+from fusewise.ops.gated_linear._problem import Halves, Spec, describable, new_preact, split_preact
+from fusewise.ops.gated_linear._products import aligned
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARED = 227 * 1024  # bytes of shared memory a program may have on sm_90
@@ -38,7 +39,8 @@ def every_configuration() -> list[tuple[str, str, bool, _triton.Config]]:
     for kind, epilogue, tma in itertools.product(
         ("half", "tf32", "ieee"), ("y", "preact", "gradient", "down"), (True, False)
     ):
-        sizes = (1, 16, 40, 64, 65, 256, 1024, 4096, 65536) if kind == "half" else (1, 16, 40, 64)
+        few = kind == "ieee" or (kind == "tf32" and epilogue == "down")
+        sizes = (1, 16, 40, 64) if few else (1, 16, 40, 64, 65, 256, 1024, 4096, 65536)
         for rows, hidden in itertools.product(sizes, (512, 2048, 8192, 32768)):
             config = _triton.choose(rows, hidden, kind, 132, epilogue=epilogue, tma=tma)
             found[kind, epilogue, tma, config] = None
@@ -135,8 +137,9 @@ def test_rows_beyond_int32(monkeypatch: Any) -> None:
 @pytest.mark.interpreter
 @pytest.mark.parametrize("layout", ["stacked", "interleaved", "separate"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_float32_of_many_rows_is_taken_in_chunks(layout: Any, bias: bool, monkeypatch: Any) -> None:
-    """Chunks of 64 rows and a ragged one: outputs, gradients and the tensors saved besides y."""
+def test_float32_of_many_rows_is_multiplied_by_the_library(layout: Any, bias: bool, monkeypatch: Any) -> None:
+    """As a single chunk; y's gradient behind a down projection in chunks of 64 rows and a ragged one. Outputs, gradients and
+    the tensors saved besides y."""
     monkeypatch.setattr(_triton.chunks, "gpu_rows_of", lambda _: 64)
     for module in (_triton, _triton_gate):
         monkeypatch.setattr(module, "launch", _only_gates(_triton_gate.launch))
@@ -164,6 +167,42 @@ def test_float32_of_many_rows_is_taken_in_chunks(layout: Any, bias: bool, monkey
         results.append((y, kept_y, kept, remade, dbias, down_y, down, down_dbias))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("features", "hidden", "copies"), [(64, 72, 0), (66, 72, 3), (66, 70, 3), (64, 70, 0)])
+def test_tf32_of_many_rows_is_fused(features: int, hidden: int, copies: int, monkeypatch: Any) -> None:
+    """Operands with unaligned rows are copied, for TMA; outputs with unaligned rows are written through pointers."""
+    monkeypatch.setattr(_triton, "tf32_allowed", lambda: True)
+    monkeypatch.setattr(torch, "mm", None)  # no library
+    monkeypatch.setattr(_triton, "ROWS", 130)
+    copied: list[Tensor] = []
+    monkeypatch.setattr(_triton, "aligned", lambda x: aligned(x) if describable(x) else copied.append(x) or aligned(x))
+    x, halves, dy = operands(130, features, hidden, torch.float32)
+    results = []
+    for module in (_triton, reference):
+        if module is reference:
+            monkeypatch.undo()
+        y, kept_y, dbias = torch.full_like(dy, torch.nan), torch.full_like(dy, torch.nan), torch.empty(2, hidden)
+        kept, remade = (new_preact(x, hidden, SPEC).fill_(torch.nan) for _ in range(2))
+        module.forward(x, halves, SPEC, y, None)
+        if module is _triton:
+            assert len(copied) == copies
+        module.forward(x, halves, SPEC, kept_y, kept)
+        module.recompute_gradient(dy, x, halves, remade, SPEC, dbias)
+        results.append((y, kept_y, kept, remade, dbias))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tma", [True, False])
+def test_only_tensor_cores_that_tma_feeds_multiply_many_rows_of_float32(tma: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(_triton, "_has_tma", lambda _: tma)
+    few, many = torch.empty(64, 8), torch.empty(65, 8)
+    for allowed in (True, False):
+        monkeypatch.setattr(_triton, "tf32_allowed", lambda allowed=allowed: allowed)
+        assert _triton.by_library(many) == (not (tma and allowed))
+        assert not _triton.by_library(few) and not _triton.by_library(many.half())
 
 
 def test_the_backward_of_an_mlp_has_one_chunk_of_ys_gradient_at_a_time(monkeypatch: Any) -> None:
@@ -289,7 +328,7 @@ def test_compiles_for_hopper_without_spills(kind: str, epilogue: str, tma: bool,
     stack, instructions = resources(kernel)
     assert kernel.metadata.shared <= SHARED
     # A few spilled words outside the loop are harmless; the tiles for large problems have none.
-    assert stack <= (0 if tma and kind == "half" and config.block_m > 64 else 64), instructions
+    assert stack <= (0 if tma and kind != "ieee" and config.block_m > 64 else 64), instructions
     if tma:
         assert instructions["UTMALDG"] and instructions["UTMASTG"]
     if kind == "half" and config.block_m >= 64:

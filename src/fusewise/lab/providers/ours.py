@@ -166,8 +166,8 @@ class _Gated(Ours):
             raise Unsupported(why)
         if self.save == "input" and problem.task.pass_ == "fwd":
             raise Unsupported("without gradients nothing is saved: see fusewise-" + self.impl)
-        many = gated.dtype == torch.float32 and gated.case.rows > FEW_ROWS  # these use the platform's library
-        form = "quarters" if self.impl == "triton" and many else self.form
+        by_library = gated.dtype == torch.float32 and gated.case.rows > FEW_ROWS and not gated.tf32
+        form = "unfused" if self.impl == "triton" and by_library else self.form
         if self.save == "input":
             form = f"{form}-recompute"
         return Run(lambda *xs: gated.operation(*xs, save=self.save, impl=self.impl), form=form)

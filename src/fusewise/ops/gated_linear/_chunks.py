@@ -1,8 +1,9 @@
-"""Unfused path: BLAS products and a separate gate, chunk by chunk of rows. Used on a CPU, and for float32 on a GPU.
+"""Unfused path: BLAS products and a separate gate, chunk by chunk of rows. Used on a CPU, and for float32 on a GPU, as a
+single chunk.
 
 A CPU's chunks are small enough that the gate finds their pre-activations in cache. In inference the value's pre-activations
 are written to y itself and the gate's to one scratch chunk; with oneDNN (`_onednn.py`) both get chunks of their own. If
-pre-activations are saved, or their gradient is computed, chunks are slices of those tensors; a GPU then needs none.
+pre-activations are saved, or their gradient is computed, chunks are slices of those tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ CHUNK_BYTES = 16 << 20
 CHUNK_ROWS = 512
 #: Up to this many rows both halves of a single matrix are one product: reading the weight dominates, and a chunk is small.
 FEW_ROWS = 64
-#: Chunks of a GPU, where the gate needs scratch memory: each product leaves part of the GPU idle at its end.
+#: Chunks of y's gradient on a GPU, behind a float32 down projection: each product leaves part of the GPU idle at its end.
 GPU_CHUNKS = 4
 
 

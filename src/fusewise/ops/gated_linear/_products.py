@@ -1,6 +1,6 @@
 """Matrix products of the backward and of MLPs by BLAS, with unaligned operands padded. Imports only torch.
 
-On NVIDIA GPUs a product of 16-bit matrices takes 2.5 to 6 times as long if a row stride is not a multiple of 16 bytes.
+On NVIDIA GPUs a product of tensor cores takes 2.5 to 6 times as long if a row stride is not a multiple of 16 bytes.
 With enough rows to pay for it, operands are copied to aligned rows, zero-padded to the next multiple of eight columns
 (and rows, if those are the inner dimension), and results are cropped. torch.compile does this itself.
 
@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..._shared.gpu import tf32_allowed
 from .._choice import Choice
 from .._register import register
 from . import _onednn as onednn
 from ._chunks import rows_of, slices
 from ._problem import describable
 
-COLUMN_MULTIPLE = 8  # rows are padded to a multiple of this many columns: 16 bytes
-LINE = 64  # columns per cache line: each row starts a new one, so that TMA transfers of a row touch no other row's line
+COLUMN_MULTIPLE = 8  # rows are padded to a multiple of this many columns: 16 bytes, or 32 of float32
+LINE = 64  # columns per cache line, or two: each row starts a new one, so that TMA transfers of a row touch no other row's line
 #: Rows from which copies pay off: with fewer, the time of a product is little more than that of reading its weight.
 ROWS = 512
 DEVICES = ("cuda",)
@@ -35,7 +36,8 @@ def pads(x_MD: Tensor) -> bool:
     """Whether padding is worthwhile for products with the rows of x. Not in a traced graph, where the compiler decides."""
     if type(x_MD) is not Tensor or x_MD.device.type not in DEVICES or torch.compiler.is_compiling():
         return False
-    return x_MD.shape[0] >= ROWS and x_MD.element_size() == 2 and torch.version.hip is None
+    on_tensor_cores = x_MD.element_size() == 2 or (x_MD.dtype == torch.float32 and tf32_allowed())
+    return x_MD.shape[0] >= ROWS and on_tensor_cores and torch.version.hip is None
 
 
 def aligned_buffer(like: Tensor, rows: int, columns: int) -> Tensor:

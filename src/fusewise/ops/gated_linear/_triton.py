@@ -1,7 +1,7 @@
 """`impl="triton"` of the gated linear unit: configurations, arguments and launch of the GEMM kernels in `_triton_kernel.py`.
 
 Elementwise kernels are launched by `_triton_gate.py`. float32 products of more than 64 rows go to the platform's BLAS,
-with the gate as a separate kernel (`_chunks.py`).
+with the gate as a separate kernel (`_chunks.py`), unless tensor cores may compute them, in tf32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,19 @@ from ..._shared.triton_launch import INTERPRETED
 from ..._shared.triton_launch import unavailable as unavailable
 from .._tuned import Key, Tuned
 from . import _chunks as chunks
-from ._problem import Halves, Preact, Spec, add_up, describable, new_sums, no_rows, split_preact, stride_unit
+from ._problem import (
+    Halves,
+    Preact,
+    Spec,
+    add_up,
+    describable,
+    new_preact,
+    new_sums,
+    no_rows,
+    split_preact,
+    stride_unit,
+)  # fmt: skip
+from ._products import ROWS, aligned
 from ._triton_gate import choose_gate, gate, gate_configurations, launch, start_gradient
 from ._triton_gate import copy_into as copy_into  # of the interface
 from ._triton_gate import gate_gradient_into as gate_gradient_into
@@ -48,7 +60,7 @@ class Config:
 @functools.lru_cache(maxsize=4096)
 def choose(rows: int, hidden: int, kind: str, processors: int, *, epilogue: str, tma: bool = True) -> Config:
     """Heuristic configuration of the GEMM kernels for a shape and device. `kind` is "half" for 16-bit operands, else
-    the precision of float32 products, "tf32" or "ieee", which have few rows (see `by_library`).
+    the precision of float32 products, "tf32" or "ieee", of few rows (see `by_library`).
 
     Up to 64 rows, reading the weight dominates: narrow tiles, so that every SM streams its share. Above, the tile with
     the least estimated time (see `_waves`).
@@ -57,19 +69,21 @@ def choose(rows: int, hidden: int, kind: str, processors: int, *, epilogue: str,
         block_m = max(16, triton.next_power_of_2(rows))
         block_f = 32 if hidden >= 2 * 32 * processors and block_m < 64 else 16
         return Config(block_m, block_f, {"half": 128, "tf32": 64, "ieee": 32}[kind], 4, 4, group_m=1)
-    candidates = [Config(128, 64, 64, 8, 4), Config(64, 64, 64, 4, 4)]
-    if tma:
-        candidates.append(Config(128, 128, 64, 8, 4 if epilogue == "y" else 3, split=True))
-    elif epilogue in ("y", "preact"):  # the other epilogues would spill registers for addresses
-        candidates.append(Config(128, 128, 64, 8, 3))
-    return min(candidates, key=lambda c: _waves(c, rows, hidden, processors))
+    large = tma or epilogue in ("y", "preact")  # through pointers, the others would spill registers for addresses
+    if kind == "tf32":  # half as many features fill a stage
+        candidates = [Config(128, 64, 64, 8, 3), Config(64, 64, 32, 4, 4)]
+        candidates += [Config(128, 128, 32, 8, 4, split=tma)] if large else []
+    else:
+        candidates = [Config(128, 64, 64, 8, 4), Config(64, 64, 64, 4, 4)]
+        candidates += [Config(128, 128, 64, 8, 4 if tma and epilogue == "y" else 3, split=tma)] if large else []
+    return min(candidates, key=lambda c: _waves(c, rows, hidden, processors, 2 if kind == "half" else 4))
 
 
-def _waves(config: Config, rows: int, hidden: int, processors: int) -> float:
+def _waves(config: Config, rows: int, hidden: int, processors: int, itemsize: int) -> float:
     """Estimated time of the busiest SM in multiply-adds over its tiles; smaller tiles read more per multiply-add."""
     tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(hidden, config.block_f)
     reads = 1 / config.block_m + 1 / (2 * config.block_f)
-    return float(triton.cdiv(tiles, processors) * config.block_m * config.block_f * (1 + 32 * reads))
+    return float(triton.cdiv(tiles, processors) * config.block_m * config.block_f * (1 + 16 * itemsize * reads))
 
 
 def configurations(rows: int, hidden: int, kind: str, processors: int, *, epilogue: str, tma: bool) -> list[Config]:
@@ -82,7 +96,8 @@ def configurations(rows: int, hidden: int, kind: str, processors: int, *, epilog
         others = [c for c in few if c.num_stages * (c.block_m + 2 * c.block_f) * c.block_d <= most]
     else:
         tiles = product(((128, 128, 8), (128, 64, 8), (64, 128, 4), (64, 64, 4), (256, 64, 8)), (3, 4), (4, 8, 16))
-        others = [Config(m, f, 64, w, s, g, split=tma and f == 128) for (m, f, w), s, g in tiles]
+        deep_of = {"half": (64,), "tf32": (32, 64)}[kind]
+        others = [Config(m, f, d, w, s, g, split=tma and f == 128) for (m, f, w), s, g in tiles for d in deep_of]
     return list(dict.fromkeys([chosen, *others]))
 
 
@@ -92,7 +107,7 @@ def _space(key: Key, device: int) -> list[Any]:
         return gate_configurations(key.rows, key.hidden, processors_of(device))
     if key.kernel not in ("y", "preact", "gradient", "down") or kind not in ("half", "tf32", "ieee"):
         return []
-    if kind != "half" and key.rows > chunks.FEW_ROWS:
+    if key.rows > chunks.FEW_ROWS and (kind == "ieee" or (kind == "tf32" and key.kernel == "down")):
         return []
     return configurations(key.rows, key.hidden, kind, processors_of(device), epilogue=key.kernel, tma=moved == "tma")
 
@@ -115,22 +130,29 @@ def path(x: Tensor, halves: Halves) -> str:
     if by_library(x):
         return "float32 matmuls by the platform's library, followed by the gate"
     moved, hidden = _moved(x, halves), halves.value.shape[0]
-    keys = [product_key(e, x, hidden, moved.startswith("by TMA")) for e in ("y", "preact", "gradient")]
+    keys = [product_key(e, x, hidden, "by TMA" in moved) for e in ("y", "preact", "gradient")]
     tuned = TUNED.explain(x.get_device(), [*keys, Key("gate", x.dtype, "", x.shape[0], 0, hidden)])
     return f"{moved}; {tuned}" if tuned else moved
 
 
 def _moved(x: Tensor, halves: Halves) -> str:
+    operands = {"x": x, "the value's weight": halves.value, "the gate's weight": halves.gate}
+    odd = [name for name, matrix in operands.items() if not describable(matrix)]
+    copies = f"copies of {' and '.join(odd)}, " if odd and _copies(x) else ""
     if not _has_tma(x.get_device()):
-        return "through pointers: the device has no TMA"
-    rows = {"x": x, "the value's weight": halves.value, "the gate's weight": halves.gate}
-    odd = [name for name, matrix in rows.items() if not describable(matrix)]
-    hidden = halves.value.shape[0]
-    if hidden * x.element_size() % 16:
-        odd.append(f"y (F = {hidden})")
-    if odd:
-        return f"through pointers: TMA needs starts and rows aligned to 16 bytes, which {' and '.join(odd)} lacks"
-    return "by TMA: all starts and rows are aligned to 16 bytes"
+        return f"{copies}through pointers: the device has no TMA"
+    lacking = [] if copies else odd
+    if (hidden := halves.value.shape[0]) * x.element_size() % 16:
+        lacking.append(f"y (F = {hidden})")
+    needs = "TMA needs starts and rows aligned to 16 bytes"
+    if lacking:
+        return f"{copies}through pointers: {needs}, which {' and '.join(lacking)} lacks"
+    return f"{copies}by TMA: {needs if copies else 'all starts and rows are aligned to 16 bytes'}"
+
+
+def _copies(x: Tensor) -> bool:
+    """Whether operands that TMA does not support are copied: with fewer rows, reading the weight dominates."""
+    return x.shape[0] >= ROWS
 
 
 def kind(x: Tensor) -> str:
@@ -217,6 +239,8 @@ def _linear(
         return no_rows(dbias)
     device = x.get_device()
     processors = processors_of(device)
+    if _copies(x):
+        x, halves = aligned(x), halves._replace(value=aligned(halves.value), gate=aligned(halves.gate))
     parts = None if preact is None else split_preact(preact, spec)
     matrices = [t for t in (x, halves.value, halves.gate, y, *(parts or ()), dy) if t is not None]
     tma = _has_tma(device) and all(map(describable, matrices))
@@ -231,15 +255,19 @@ def _linear(
 
 
 def by_library(x: Tensor) -> bool:
-    """Whether BLAS computes the products: float32 with more than 64 rows. Tensor cores do not support float32, and
-    without them the fused kernel took 3.6 times as long on an H200."""
-    return x.dtype == torch.float32 and x.shape[0] > chunks.FEW_ROWS
+    """Whether BLAS computes the products: float32 with more than 64 rows, unless Hopper's tensor cores may, in tf32.
+    Without them the fused kernel took 3.6 times as long on an H200."""
+    if x.dtype != torch.float32 or x.shape[0] <= chunks.FEW_ROWS:
+        return False
+    return not (_has_tma(x.get_device()) and tf32_allowed())
 
 
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
     """`impl="triton"`: this and the gradients as in `reference.py`."""
     if by_library(x):
-        size = x.shape[0] if preact is not None else chunks.gpu_rows_of(x.shape[0])
+        if preact is None and spec.fused:  # scratch memory, so that a single product computes both halves
+            preact = new_preact(x, y.shape[1], spec)
+        size = max(1, x.shape[0])  # each product leaves part of the GPU idle at its end
         return chunks.forward(x, halves, spec, y, preact, lambda u, g, to: gate(u, g, to, spec.activation), size)
     _linear(x, halves, spec, "y" if preact is None else "preact", y=y, preact=preact)
 
@@ -293,7 +321,7 @@ def down_gradient(
 ) -> None:
     if dz.shape[0] == 0:
         return no_rows(dbias)
-    if by_library(dz):
+    if dz.dtype == torch.float32 and dz.shape[0] > chunks.FEW_ROWS:  # tensor cores take no transposed float32 tile
         parts = list(chunks.slices(y.shape[0], chunks.gpu_rows_of(y.shape[0])))  # dy of one at a time
         sums = new_sums(dbias, len(parts))
         for i, chunk in enumerate(parts):

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from .._cases import PRECISIONS, Pass, by_pass, of_name, of_preset, seed_of
 from ._autograd import LARGE_BYTES
-from ._chunks import chunk_bytes, gpu_rows_of, rows_of, scratch_bytes
+from ._chunks import chunk_bytes, rows_of, scratch_bytes
 from ._problem import Activation
 
 #: Memory model of a provider; see `GatedCase.predicted_bytes`.
 Form = Literal[
     "eager", "two-kernels", "fused", "fused-recompute", "chunked", "chunked-recompute", "chunked-apart", "chunked-apart-recompute",
-    "quarters", "quarters-recompute",
+    "unfused", "unfused-recompute",
 ]  # fmt: skip
 
 
@@ -99,24 +99,25 @@ class GatedCase:
         large. dx, dW and db come last, while that gradient is freed. "chunked" and "chunked-recompute" are the same on
         a CPU, where an inference forward also needs a chunk of the gate's pre-activations; "chunked-apart" and
         "chunked-apart-recompute" are with oneDNN, which needs a chunk of both, and more memory for dW (`apart_bytes`).
-        "quarters" and "quarters-recompute" are float32 on a GPU, in chunks of a quarter of the rows.
+        "unfused" and "unfused-recompute" are float32 products on a GPU, by the library, followed by the gate: 2h and y.
         """
         itemsize = PRECISIONS[dtype].itemsize
         h = self.rows * self.hidden * itemsize
         chunk = 0
         if form.startswith("chunked"):
             chunk = scratch_bytes(self.rows, self.hidden, itemsize, apart="apart" in form)
-        elif form.startswith("quarters"):
-            chunk = min(self.rows, gpu_rows_of(self.rows)) * self.hidden * itemsize
         recompute = form.endswith("recompute")
-        forward = {"eager": 4 * h, "two-kernels": 3 * h}.get(form, h + chunk)
+        forward = {"eager": 4 * h, "two-kernels": 3 * h, "unfused": 3 * h, "unfused-recompute": 3 * h}.get(
+            form, h + chunk
+        )
         if direction == "fwd":
             return forward
         large = 2 * h >= LARGE_BYTES
         kept = h if recompute and large else 2 * h
         backward = {"eager": 6 * h, "two-kernels": 5 * h}.get(form, h + kept)
         last = h + kept + self.gradient_bytes(dtype) + (self.apart_bytes(dtype) if "apart" in form else 0)
-        if form in ("fused", "chunked", "chunked-apart", "quarters") and large and self.rows >= self.features:
+        apart = form in ("chunked", "chunked-apart") or (form == "fused" and itemsize == 2)
+        if apart and large and self.rows >= self.features:
             half = self.weight_elements * itemsize // 2
             dx = self.rows * self.features * itemsize
             last = max(3 * h + dx + half, 2 * h + dx + 3 * half)
