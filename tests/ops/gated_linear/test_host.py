@@ -378,5 +378,7 @@ def test_a_study_measures_what_is_built(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(build, "prepared", fails)
     assert GatedCpu().build(problem).form == "chunked"
     monkeypatch.setattr(_onednn, "there", lambda: True)
-    assert GatedCpu().build(problem).form == "chunked-apart"
-    assert capsys.readouterr().out == 2 * "calls go through Python: no headers of Python\n"
+    for transposed, form in ((False, "chunked-apart"), (True, "chunked-apart-dw")):
+        monkeypatch.setattr(_onednn, "takes_transposed", lambda transposed=transposed: transposed)
+        assert GatedCpu().build(problem).form == form
+    assert capsys.readouterr().out == 3 * "calls go through Python: no headers of Python\n"

@@ -35,6 +35,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return linear(x, weight, bias)
 
     monkeypatch.setattr(_onednn, "there", lambda: True)
+    monkeypatch.setattr(_onednn, "takes_transposed", lambda: True)
     monkeypatch.setattr(_onednn, "linear", counted)
     return seen
 
@@ -50,6 +51,28 @@ def test_it_is_for_processors_that_are_not_intels(vendor: str, expected: bool, m
     assert _onednn.there.__wrapped__() is expected
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
     assert not _onednn.there.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "expected"),
+    [("AuthenticAMD", "26", True), ("AuthenticAMD", "25", False), ("HygonGenuine", "26", False), ("", "", False)],
+)
+def test_where_avx512_is_at_full_width_it_is_worth_a_copy_of_a_transposed_matrix(
+    vendor: str, family: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = {"vendor_id": vendor, "cpu family": family}
+    monkeypatch.setattr(_onednn, "_cpuinfo", read.__getitem__)
+    assert _onednn.takes_transposed.__wrapped__() is expected
+    monkeypatch.setattr(_onednn, "there", lambda: True)
+    monkeypatch.setattr(_onednn, "takes_transposed", lambda: expected)
+    assert _onednn.takes(X.mT.contiguous().mT, W) is expected
+    assert _onednn.takes(X, torch.randn(256, 128).mT)
+
+
+def test_the_first_processor_is_read() -> None:
+    if not _onednn.sys.platform.startswith("linux"):
+        pytest.skip("no /proc")
+    assert _onednn._cpuinfo("processor") in ("0", "") and _onednn._cpuinfo("no such key") == ""
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,8 @@ class GatedCpu(_Gated):
         run = super().build(problem)
         called_natively(gated_host.recipe())
         if supported(self, problem, GatedProblem).dtype == torch.float32 and _onednn.there():
-            run = replace(run, form=run.form.replace("chunked", "chunked-apart"))
+            way = "chunked-apart-dw" if _onednn.takes_transposed() else "chunked-apart"
+            run = replace(run, form=run.form.replace("chunked", way))
         return run
 
 

@@ -34,6 +34,8 @@ HELD = {
     "chunked-recompute": 0,
     "chunked-apart": 2,
     "chunked-apart-recompute": 0,
+    "chunked-apart-dw": 2,
+    "chunked-apart-dw-recompute": 0,
     "unfused": 2,
     "unfused-recompute": 0,
 }
@@ -89,7 +91,7 @@ class MlpCase:
         Forward: the unit's own peak, or y and z. Backward: "eager" holds 4 h and creates the gradients of y, value and
         gate on the way, "two-kernels" (torch.compile) 3 h and two of these; both while dW_down is alive. "fused" keeps
         the pre-activations, overwrites them with their gradient, and recomputes y; with oneDNN ("apart") a chunk of its
-        gradient comes on top (`apart_bytes` beside dW), in float32 on a GPU one of y's gradient. dx, dW and db are created after y is freed.
+        gradient comes on top ("dw": `apart_bytes` beside dW), in float32 on a GPU one of y's gradient. dx, dW and db are created after y is freed.
         """
         size = PRECISIONS[dtype].itemsize
         h, z, down = self.unit.output_bytes(dtype), self.output_bytes(dtype), self.down_elements * size
@@ -99,10 +101,9 @@ class MlpCase:
         most = z + down + {"eager": 6 * h, "two-kernels": 5 * h}.get(form, 3 * h)
         last = z + down + 2 * h + self.unit.gradient_bytes(dtype)
         if "apart" in form:
-            most, last = (
-                most + chunk_bytes(self.unit.rows, self.unit.hidden * size),
-                last + self.unit.apart_bytes(dtype),
-            )
+            most += chunk_bytes(self.unit.rows, self.unit.hidden * size)
+        if "dw" in form:
+            last += self.unit.apart_bytes(dtype)
         if form.partition("-")[0] in ("fused", "unfused") and size == 4 and self.unit.rows > FEW_ROWS:
             most += min(self.unit.rows, gpu_rows_of(self.unit.rows)) * self.unit.hidden * size
         return max(forward, most, last)

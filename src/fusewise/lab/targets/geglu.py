@@ -29,6 +29,8 @@ HELD = {
     "chunked-recompute": 0,
     "chunked-apart": 2,
     "chunked-apart-recompute": 0,
+    "chunked-apart-dw": 2,
+    "chunked-apart-dw-recompute": 0,
     "unfused": 2,
     "unfused-recompute": 0,
 }

@@ -3,8 +3,8 @@
     if takes(x, weight):
         y = linear(x, weight, bias)         # x weightᵀ + bias
 
-On two cores of an AMD EPYC it takes 0.4 to 0.6 of the time of `torch.mm` (docs/notes/gated-linear-cpu.md). torch ships
-both; the oneDNN operator is the one into which Inductor lowers linear layers with constant weights.
+On two cores of an AMD EPYC it takes 0.4 to 0.6 of the time of `torch.mm`, on an older one 0.9 (docs/notes/gated-linear-cpu.md).
+torch ships both; the oneDNN operator is the one into which Inductor lowers linear layers with constant weights.
 
 Shape legend: M rows, K features in, N features out.
 """
@@ -25,6 +25,9 @@ from ..._shared import build
 WORTH = 1 << 20
 #: Rows from which a transposed weight is read as fast as a contiguous one.
 TRANSPOSED_ROWS = 8
+#: AMD's family of processors from which AVX-512 is computed at full width: MKL does not use it there, so that oneDNN is
+#: fast enough to copy a transposed x first.
+FULL_WIDTH_FAMILY = 26
 
 
 @functools.cache
@@ -40,12 +43,25 @@ def there() -> bool:
     )
 
 
+@functools.cache
+def takes_transposed() -> bool:
+    """Whether to use it for a transposed x, too."""
+    return _vendor() == "AuthenticAMD" and int(_cpuinfo("cpu family") or 0) >= FULL_WIDTH_FAMILY
+
+
 def _vendor() -> str:
+    return _cpuinfo("vendor_id")
+
+
+def _cpuinfo(key: str) -> str:
+    """The first processor's value of a key, empty if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return ""
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "")
+    return next(
+        (value.strip() for name, _, value in (line.partition(":") for line in lines) if name.strip() == key), ""
+    )
 
 
 def takes(x_MK: Tensor, weight_NK: Tensor) -> bool:
@@ -61,13 +77,9 @@ def takes(x_MK: Tensor, weight_NK: Tensor) -> bool:
     rows, depth = x_MK.shape
     if rows * depth * weight_NK.shape[0] < WORTH or not torch._C._get_mkldnn_enabled():
         return False
-    if not weight_NK.is_contiguous():
-        return rows >= TRANSPOSED_ROWS and weight_NK.mT.is_contiguous() and _packed(x_MK)
-    return _packed(x_MK)
-
-
-def _packed(x: Tensor) -> bool:
-    return x.is_contiguous() or x.mT.is_contiguous()
+    if not weight_NK.is_contiguous() and (rows < TRANSPOSED_ROWS or not weight_NK.mT.is_contiguous()):
+        return False
+    return x_MK.is_contiguous() or (x_MK.mT.is_contiguous() and takes_transposed())
 
 
 def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:

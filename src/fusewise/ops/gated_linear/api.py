@@ -90,12 +90,13 @@ def gated_linear(
 
     Memory: without gradients only y (on a CPU also a chunk of the gate's pre-activations: 8 MiB, or 512 rows if that is
     more; of both pre-activations where oneDNN computes float32 products, which needs such a chunk in the backward, too,
-    and a second dW; in float32 on a GPU a quarter of the rows of the gate's). Besides the returned gradients, backward needs 2F elements per row with `save="input"` (F if that
-    would be 256 MiB or more, or its rows must be copied), and nothing with `save="preact"` unless the graph is
-    retained: the gradient of the pre-activations overwrites them. The bias gradient is accumulated in float32 in a fixed
-    order, by partial sums (2F for every 32 or more rows of a large problem): bitwise reproducible, no atomics. On a GPU,
-    16-bit matrices whose row stride is not a multiple of 16 bytes are copied (docs/gated-linear.md). float64 is computed
-    by plain torch and needs the memory that plain torch needs.
+    and a second dW if it computes that; in float32 on a GPU, unless in tf32, both pre-activations). Besides the
+    returned gradients, backward needs 2F elements per row with `save="input"` (F if that would be 256 MiB or more, or
+    its rows must be copied), and nothing with `save="preact"` unless the graph is retained: the gradient of the
+    pre-activations overwrites them. The bias gradient is accumulated in float32 in a fixed order, by partial sums (2F
+    for every 32 or more rows of a large problem): bitwise reproducible, no atomics. On a GPU, 16-bit (or tf32) matrices
+    whose row stride is not a multiple of 16 bytes are copied (docs/gated-linear.md). float64 is computed by plain torch
+    and needs the memory that plain torch needs.
 
     Differentiable any number of times; a backward with `create_graph=True` or `is_grads_batched=True`, forward mode and
     torch.func transforms use the formula in plain torch (`reference.py`), so transforms need impl "auto" or

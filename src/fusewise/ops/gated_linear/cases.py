@@ -27,6 +27,7 @@ from ._problem import Activation
 #: Memory model of a provider; see `GatedCase.predicted_bytes`.
 Form = Literal[
     "eager", "two-kernels", "fused", "fused-recompute", "chunked", "chunked-recompute", "chunked-apart", "chunked-apart-recompute",
+    "chunked-apart-dw", "chunked-apart-dw-recompute",
     "unfused", "unfused-recompute",
 ]  # fmt: skip
 
@@ -98,7 +99,8 @@ class GatedCase:
         overwrites them. "fused-recompute" saves only y and recomputes the 2h in the backward, h at a time if they are
         large. dx, dW and db come last, while that gradient is freed. "chunked" and "chunked-recompute" are the same on
         a CPU, where an inference forward also needs a chunk of the gate's pre-activations; "chunked-apart" and
-        "chunked-apart-recompute" are with oneDNN, which needs a chunk of both, and more memory for dW (`apart_bytes`).
+        "chunked-apart-recompute" are with oneDNN, which needs a chunk of both, "chunked-apart-dw" and
+        "chunked-apart-dw-recompute" if it computes dW, too, for which it needs more memory (`apart_bytes`).
         "unfused" and "unfused-recompute" are float32 products on a GPU, by the library, followed by the gate: 2h and y.
         """
         itemsize = PRECISIONS[dtype].itemsize
@@ -115,8 +117,8 @@ class GatedCase:
         large = 2 * h >= LARGE_BYTES
         kept = h if recompute and large else 2 * h
         backward = {"eager": 6 * h, "two-kernels": 5 * h}.get(form, h + kept)
-        last = h + kept + self.gradient_bytes(dtype) + (self.apart_bytes(dtype) if "apart" in form else 0)
-        apart = form in ("chunked", "chunked-apart") or (form == "fused" and itemsize == 2)
+        last = h + kept + self.gradient_bytes(dtype) + (self.apart_bytes(dtype) if "dw" in form else 0)
+        apart = form in ("chunked", "chunked-apart", "chunked-apart-dw") or (form == "fused" and itemsize == 2)
         if apart and large and self.rows >= self.features:
             half = self.weight_elements * itemsize // 2
             dx = self.rows * self.features * itemsize
