@@ -35,6 +35,7 @@ enum cudaError_t {
 using cudaStream_t = void*;
 
 struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
 namespace on_cpu { inline void check(bool right, const char* what); }
 // Words that a thread reads and writes at once, which have to be aligned.
 template <class Words>
@@ -73,6 +74,11 @@ inline float __int_as_float(int bits) {
   float x;
   std::memcpy(&x, &bits, sizeof x);
   return x;
+}
+inline uint32_t __float_as_uint(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
 }
 
 // --- Blocks and threads ----------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fusewise.lab import memory
 from fusewise.ops.gated_linear import _triton, _triton_gate, reference
 from fusewise.ops.gated_linear._problem import Halves, Spec, describable, new_preact, split_preact
-from fusewise.ops.gated_linear._products import aligned
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARED = 227 * 1024  # bytes of shared memory a program may have on sm_90
@@ -37,10 +36,9 @@ def every_configuration() -> list[tuple[str, str, bool, _triton.Config]]:
     """(kind, epilogue, tma, configuration) for everything the heuristic chooses over small and large sizes."""
     found = {}
     for kind, epilogue, tma in itertools.product(
-        ("half", "tf32", "ieee"), ("y", "preact", "gradient", "down"), (True, False)
+        ("half", "float32"), ("y", "preact", "gradient", "down"), (True, False)
     ):
-        few = kind == "ieee" or (kind == "tf32" and epilogue == "down")
-        sizes = (1, 16, 40, 64) if few else (1, 16, 40, 64, 65, 256, 1024, 4096, 65536)
+        sizes = (1, 16, 40, 64, 65, 256, 1024, 4096, 65536) if kind == "half" else (1, 16, 40, 64)
         for rows, hidden in itertools.product(sizes, (512, 2048, 8192, 32768)):
             config = _triton.choose(rows, hidden, kind, 132, epilogue=epilogue, tma=tma)
             found[kind, epilogue, tma, config] = None
@@ -59,11 +57,12 @@ def test_the_heuristic_is_deterministic_and_grows_with_the_shape() -> None:
 
 
 def test_sums_are_few_and_every_multiprocessor_has_work() -> None:
-    for rows, hidden in ((1, 64), (300, 136), (4096, 1024), (65536, 32768)):
-        config = _triton.choose_gate(rows, hidden, 132)
+    for rows, hidden, sums in itertools.product((1, 300, 4096, 65536), (64, 136, 1024, 32768), (False, True)):
+        config = _triton.choose_gate(rows, hidden, 132, sums=sums)
         assert config.rows % config.block_m == 0 and config.block_m * config.block_f == 1024
         programs = -(-rows // config.rows) * -(-hidden // config.block_f)
         assert config.rows == config.block_m or programs >= 132
+        assert config.rows <= max(64 if sums else 16, config.block_m)
 
 
 def operands(rows: int, features: int, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Halves, Tensor]:
@@ -169,40 +168,61 @@ def test_float32_of_many_rows_is_multiplied_by_the_library(layout: Any, bias: bo
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.interpreter
-@pytest.mark.parametrize(("features", "hidden", "copies"), [(64, 72, 0), (66, 72, 3), (66, 70, 3), (64, 70, 0)])
-def test_tf32_of_many_rows_is_fused(features: int, hidden: int, copies: int, monkeypatch: Any) -> None:
-    """Operands with unaligned rows are copied, for TMA; outputs with unaligned rows are written through pointers."""
-    monkeypatch.setattr(_triton, "tf32_allowed", lambda: True)
-    monkeypatch.setattr(torch, "mm", None)  # no library
-    monkeypatch.setattr(_triton, "ROWS", 130)
-    copied: list[Tensor] = []
-    monkeypatch.setattr(_triton, "aligned", lambda x: aligned(x) if describable(x) else copied.append(x) or aligned(x))
-    x, halves, dy = operands(130, features, hidden, torch.float32)
-    results = []
-    for module in (_triton, reference):
-        if module is reference:
-            monkeypatch.undo()
-        y, kept_y, dbias = torch.full_like(dy, torch.nan), torch.full_like(dy, torch.nan), torch.empty(2, hidden)
-        kept, remade = (new_preact(x, hidden, SPEC).fill_(torch.nan) for _ in range(2))
-        module.forward(x, halves, SPEC, y, None)
-        if module is _triton:
-            assert len(copied) == copies
-        module.forward(x, halves, SPEC, kept_y, kept)
-        module.recompute_gradient(dy, x, halves, remade, SPEC, dbias)
-        results.append((y, kept_y, kept, remade, dbias))
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("layout", ["stacked", "interleaved", "separate"])
+@pytest.mark.parametrize(("features", "hidden"), [(40, 72), (41, 72), (40, 71), (43, 70)])
+def test_in_tf32_the_library_gets_aligned_matrices(
+    features: int, hidden: int, layout: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also into pre-activations that are not aligned."""
+    seen = _watch_matmuls(monkeypatch)
+    monkeypatch.setattr(_triton, "pads", lambda _: True)
+    x, dy = torch.randn(24, features), torch.randn(24, hidden)
+    spec, weight, bias = Spec("gelu_tanh", layout), torch.randn(2 * hidden, features), torch.randn(2 * hidden)
+    if layout == "separate":
+        halves = Halves(weight[:hidden].clone(), weight[hidden:].clone(), bias[:hidden], bias[hidden:])
+    else:
+        halves = Halves.of(spec, weight, None, bias)
+    for preact in (None, new_preact(x, hidden, spec).fill_(torch.nan), tuple(torch.empty(2, 24, hidden))):
+        for halves_of in (halves, halves._replace(value_bias=None, gate_bias=None)):
+            found = _triton._by_library(x, halves_of, spec, preact)
+            expected = split_preact(new_preact(x, hidden, spec), spec)
+            reference.forward(x, halves_of, spec, torch.empty_like(dy), expected)
+            for mine, true in zip(found, expected, strict=True):
+                torch.testing.assert_close(mine, true, rtol=1e-4, atol=1e-4)
+            if preact is not None:
+                assert found[0].data_ptr() == split_preact(preact, spec)[0].data_ptr()
+    assert seen and all(map(describable, seen))
 
 
-@pytest.mark.parametrize("tma", [True, False])
-def test_only_tensor_cores_that_tma_feeds_multiply_many_rows_of_float32(tma: bool, monkeypatch: Any) -> None:
-    monkeypatch.setattr(_triton, "_has_tma", lambda _: tma)
-    few, many = torch.empty(64, 8), torch.empty(65, 8)
-    for allowed in (True, False):
+def _watch_matmuls(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Operands and results of the Triton implementation's matmuls by the library, as far as their rows are contiguous."""
+    seen: list[Tensor] = []
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def mm(self, x: Tensor, weight: Tensor, **options: Any) -> Tensor:
+            return self.of(torch.mm, x, weight, **options)
+
+        def addmm(self, bias: Tensor, x: Tensor, weight: Tensor, **options: Any) -> Tensor:
+            return self.of(torch.addmm, bias, x, weight, **options)
+
+        def of(self, function: Any, *given: Tensor, **options: Any) -> Tensor:
+            to: Tensor = function(*given, **options)
+            seen.extend((given[-2], given[-1].mT, to))
+            return to
+
+    for module in (_triton, _triton.chunks):
+        monkeypatch.setattr(module, "torch", Watched())
+    return seen
+
+
+def test_float32_is_left_to_the_library_from_the_row_on_at_which_it_takes_less_time(monkeypatch: Any) -> None:
+    for allowed, few in ((False, 64), (True, 16)):
         monkeypatch.setattr(_triton, "tf32_allowed", lambda allowed=allowed: allowed)
-        assert _triton.by_library(many) == (not (tma and allowed))
-        assert not _triton.by_library(few) and not _triton.by_library(many.half())
+        assert not _triton.by_library(torch.empty(few, 8)) and _triton.by_library(torch.empty(few + 1, 8))
+        assert not _triton.by_library(torch.empty(1000, 8).half())
 
 
 def test_the_backward_of_an_mlp_has_one_chunk_of_ys_gradient_at_a_time(monkeypatch: Any) -> None:
@@ -328,12 +348,12 @@ def test_compiles_for_hopper_without_spills(kind: str, epilogue: str, tma: bool,
     stack, instructions = resources(kernel)
     assert kernel.metadata.shared <= SHARED
     # A few spilled words outside the loop are harmless; the tiles for large problems have none.
-    assert stack <= (0 if tma and kind != "ieee" and config.block_m > 64 else 64), instructions
+    assert stack <= (0 if tma and kind == "half" and config.block_m > 64 else 64), instructions
     if tma:
         assert instructions["UTMALDG"] and instructions["UTMASTG"]
     if kind == "half" and config.block_m >= 64:
         assert instructions["HGMMA"] and not instructions["HMMA"]
-    elif kind != "ieee":
+    elif kind == "half":
         assert instructions["HGMMA"] or instructions["HMMA"]
     else:
         assert instructions["FFMA"] and not instructions["HGMMA"]
@@ -343,7 +363,7 @@ def test_compiles_for_hopper_without_spills(kind: str, epilogue: str, tma: bool,
 @pytest.mark.parametrize("hidden", [4096, 8200])  # a multiple of 16 elements, and of 8
 @pytest.mark.parametrize("forward", [True, False])
 def test_the_elementwise_kernels_move_16_bytes_a_thread(forward: bool, hidden: int) -> None:
-    config = _triton.choose_gate(16384, hidden, 132)
+    config = _triton.choose_gate(16384, hidden, 132, sums=True)
     preact, dy = empty(16384, 2 * hidden, dtype=torch.bfloat16), empty(16384, hidden, dtype=torch.bfloat16)
     halves = split_preact(preact, SPEC)
     if forward:

@@ -67,8 +67,8 @@ def traffic(problem: Problem, run: Run, impl: str, target: str) -> list[Kernel]:
             if not here:
                 stack.enter_context(_serving_any_device(problem, impl, target))
             stack.enter_context(_native(problem, impl, seen.kernels, here))
-            if otherwise := getattr(_module(problem, impl), "OTHERWISE", None):
-                stack.enter_context(_serving_any_device(problem, otherwise, target))
+            if other := _otherwise(problem, impl):
+                stack.enter_context(_serving_any_device(problem, other, target))
                 stack.enter_context(triton_kernels.recorded(target, seen.kernels.append, used(problem)))
         elif impl != "reference":
             raise Unsupported(f"impl {impl!r} does not report its memory traffic")
@@ -103,6 +103,14 @@ def used(problem: Problem) -> Mapping[int, int]:
 
 def _module(problem: Problem, impl: str) -> ModuleType:
     return importlib.import_module(f"fusewise.ops.{FOLDERS[problem.op]}._{impl}")
+
+
+def _otherwise(problem: Problem, impl: str) -> str | None:
+    """The implementation that serves what this one lacks."""
+    module = _module(problem, impl)
+    if hasattr(module, "otherwise"):  # it depends on the dtype
+        return str(module.otherwise(problem.dtype))
+    return getattr(module, "OTHERWISE", None)
 
 
 @contextlib.contextmanager
@@ -170,20 +178,23 @@ def cuda_stages(problem: Problem, target: str) -> list[Stage]:
     """`source` (CUDA C++), then `ptx` and `sass` of the kernels for the problem's dtype and pairing or activation,
     compiled by the user's nvcc."""
     module = _module(problem, "cuda")
+    files = module.SOURCES
     # Compile only this instance: all take five times as long, and each is independent of the others.
     if FOLDERS[problem.op] == "gated_linear":
         arch = "sm_{}{}a".format(*module.CAPABILITY)  # includes architecture-specific instructions
         # The kernels of few rows serve y alone, and are a source of their own.
         few = problem.task.pass_ == "fwd" and _width_of_stream(problem) is not None
         names = ("few_rows.cu",) if few else ("gated_linear.cu", "sideways.cu")
-        sources = [module.FOLDER / name for name in names]
         only = (PARTS, *module.one(problem.dtype, problem.case.activation))  # type: ignore[attr-defined]
+        if problem.task.dtype == "fp32":
+            files, names = module.FLOAT32_SOURCES, ("float32.cu",)
+        sources = [module.FOLDER / name for name in names]
     else:
         arch = f"sm_{triton_kernels.capability(target)}"
         sources = [module.SOURCES[0]]
         dtype, of, to = _instance(problem)
         only = (f"-DFUSEWISE_DTYPE={dtype}", f"-DFUSEWISE_IN={of:d}", f"-DFUSEWISE_OUT={to:d}")
-    found = [_file(path, "cpp") for path in module.SOURCES]
+    found = [_file(path, "cpp") for path in files]
     with tempfile.TemporaryDirectory(prefix="fusewise-code-") as folder:
         for source in sources:
             ptx = _nvcc(source, Path(folder, f"{source.stem}.ptx"), "-ptx", arch, *only)
@@ -225,10 +236,11 @@ def _cuda_part(problem: Problem, name: str) -> str:
     `direct_rope…<type, table, interleaved, vector, heads, at once>`, `light_rope…<type, table, in, out, bytes,
     copies>`, `bulk_rope…<type, table, bytes>`, `norm_rope_kernel<type, in, out, vector>`, `direct_heads_kernel<type,
     weight, table, interleaved, vector, heads>`, `direct_row_kernel` likewise, `gated_linear_kernel<…, epilogue, …>`,
-    `few_rows_kernel<…, columns, slabs, …>`, `gate_gradient_kernel<…>`."""
+    `few_rows_kernel<…, columns, slabs, …>`, `gate_gradient_kernel<…>`, `unit_kernel<…>`."""
     if FOLDERS[problem.op] == "gated_linear":
-        if "gate_gradient_kernel" in name:
-            return "gate_gradient_kernel"
+        for alone in ("gate_gradient_kernel", "unit_kernel"):
+            if alone in name:
+                return alone
         if found := re.search(r"few_rows_kernelILb\dELi(\d+)ELi(\d)E", name):
             columns, slabs = map(int, found.groups())
             width, rows = _width_of_stream(problem), problem.case.rows  # type: ignore[attr-defined]

@@ -7,6 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
+import torch
+
+from .._tuned import Key
+
 TILES = (1024, 2048)  # tile sizes to try, in elements
 
 
@@ -24,3 +28,8 @@ def gate_space(chosen: GateConfig, widths: Iterable[int]) -> list[GateConfig]:
     """Search space of `fusewise tune` with tiles of these widths, the heuristic's choice first."""
     every = [GateConfig(r, n // f, f) for f, n, r in product(widths, TILES, (32, 64, 128, 256))]
     return list(dict.fromkeys([chosen, *every]))
+
+
+def gate_key(dtype: torch.dtype, rows: int, hidden: int, sums: bool) -> Key:
+    """Lookup key of a tuned configuration of the elementwise kernel."""
+    return Key("gate", dtype, "sums" if sums else "", rows, 0, hidden)

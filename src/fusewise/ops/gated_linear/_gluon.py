@@ -25,7 +25,7 @@ from ..._shared.memo import Memo
 from ..._shared.triton_launch import INTERPRETED, launches_directly
 from .._tuned import Key, Tuned
 from . import _gluon_few as few
-from ._gate_config import GateConfig, gate_space
+from ._gate_config import GateConfig, gate_key, gate_space
 from ._gluon_gate import add_up_kernel, gate_gradient_kernel
 from ._gluon_kernel import gated_linear_kernel
 from ._gluon_stream import few_rows_kernel
@@ -88,11 +88,6 @@ def gate_configurations(rows: int, hidden: int, processors: int, *, sums: bool) 
     chosen = choose_gate(rows, hidden, processors, sums=sums)
     columns = [f for f in (128, 256, 512, 1024) if f <= max(128, triton.next_power_of_2(hidden))]
     return gate_space(chosen, columns)
-
-
-def gate_key(dtype: torch.dtype, rows: int, hidden: int, sums: bool) -> Key:
-    """Lookup key of a tuned configuration of the elementwise kernel."""
-    return Key("gate", dtype, "sums" if sums else "", rows, 0, hidden)
 
 
 def _space(key: Key, device: int) -> list[Any]:

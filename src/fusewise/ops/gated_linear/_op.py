@@ -35,7 +35,7 @@ _WEIGHTS = "Tensor weight, Tensor? weight_gate, Tensor? bias, Tensor? bias_gate,
 # In order of preference. Each has the four functions of `reference.py`: forward, gradient, recompute_gradient,
 # down_gradient; they write to given tensors. `dpreact` may be `preact` itself; `dbias` is (2, F), value first, in the
 # compute dtype. An implementation with `lacks` leaves some calls of a function to the one named by its
-# OTHERWISE; one with `refuses` is asked whether it takes the matrices of a call.
+# `otherwise`; one with `refuses` is asked whether it takes the matrices of a call.
 IMPLEMENTATIONS = ("cuda", "gluon", "triton", "cpu", "reference")
 choice = Choice("gated_linear", IMPLEMENTATIONS)
 implementation, unavailable = choice.implementation, choice.unavailable
@@ -59,11 +59,11 @@ def serving(impl: str, spec: Spec, hidden: int, x: Tensor, *others: Tensor, alon
 
 
 def having(function: str, module: Any, hidden: int, x: Tensor, *others: Tensor) -> Any:
-    """The module, or its OTHERWISE if it lacks the function for these matrices."""
+    """The module, or the one it names if it lacks the function for these matrices."""
     lacks = getattr(module, "lacks", None)
     if lacks is None or not lacks(function, hidden, x, *others):
         return module
-    return choice.serving(module.OTHERWISE, x.device.type, x.dtype)
+    return choice.serving(module.otherwise(x.dtype), x.device.type, x.dtype)
 
 
 def _new_y(x: Tensor, halves: Halves) -> Tensor:

@@ -1,15 +1,15 @@
 """`impl="triton"` of the gated linear unit: configurations, arguments and launch of the GEMM kernels in `_triton_kernel.py`.
 
 Elementwise kernels are launched by `_triton_gate.py`. float32 products of more than 64 rows go to the platform's BLAS,
-with the gate as a separate kernel (`_chunks.py`), unless tensor cores may compute them, in tf32.
+with the gate as a separate kernel (`_chunks.py`).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..._shared.triton_launch import INTERPRETED
 from ..._shared.triton_launch import unavailable as unavailable
 from .._tuned import Key, Tuned
 from . import _chunks as chunks
+from ._gate_config import gate_key
 from ._problem import (
     Halves,
     Preact,
@@ -32,15 +33,19 @@ from ._problem import (
     new_preact,
     new_sums,
     no_rows,
+    odd,
     split_preact,
     stride_unit,
-)  # fmt: skip
-from ._products import ROWS, aligned
+)
+from ._products import COLUMN_MULTIPLE, ROWS, aligned, aligned_buffer, copy_to, padded, pads, product
 from ._triton_gate import choose_gate, gate, gate_configurations, launch, start_gradient
 from ._triton_gate import copy_into as copy_into  # of the interface
 from ._triton_gate import gate_gradient_into as gate_gradient_into
 from ._triton_kernel import down_gradient_kernel, gated_linear_kernel
 
+TF32_ROWS = (
+    16  # up to which float32 is computed without tensor cores though they are allowed: reading the weight dominates
+)
 SHARED = 216 << 10  # bytes of shared memory available to a pipeline on the largest device
 
 
@@ -59,8 +64,8 @@ class Config:
 
 @functools.lru_cache(maxsize=4096)
 def choose(rows: int, hidden: int, kind: str, processors: int, *, epilogue: str, tma: bool = True) -> Config:
-    """Heuristic configuration of the GEMM kernels for a shape and device. `kind` is "half" for 16-bit operands, else
-    the precision of float32 products, "tf32" or "ieee", of few rows (see `by_library`).
+    """Heuristic configuration of the GEMM kernels for a shape and device. `kind` is "half" for 16-bit operands or "float32",
+    of few rows (see `by_library`).
 
     Up to 64 rows, reading the weight dominates: narrow tiles, so that every SM streams its share. Above, the tile with
     the least estimated time (see `_waves`).
@@ -68,46 +73,48 @@ def choose(rows: int, hidden: int, kind: str, processors: int, *, epilogue: str,
     if rows <= 64:
         block_m = max(16, triton.next_power_of_2(rows))
         block_f = 32 if hidden >= 2 * 32 * processors and block_m < 64 else 16
-        return Config(block_m, block_f, {"half": 128, "tf32": 64, "ieee": 32}[kind], 4, 4, group_m=1)
-    large = tma or epilogue in ("y", "preact")  # through pointers, the others would spill registers for addresses
-    if kind == "tf32":  # half as many features fill a stage
-        candidates = [Config(128, 64, 64, 8, 3), Config(64, 64, 32, 4, 4)]
-        candidates += [Config(128, 128, 32, 8, 4, split=tma)] if large else []
-    else:
-        candidates = [Config(128, 64, 64, 8, 4), Config(64, 64, 64, 4, 4)]
-        candidates += [Config(128, 128, 64, 8, 4 if tma and epilogue == "y" else 3, split=tma)] if large else []
-    return min(candidates, key=lambda c: _waves(c, rows, hidden, processors, 2 if kind == "half" else 4))
+        return Config(block_m, block_f, {"half": 128, "float32": 32}[kind], 4, 4, group_m=1)
+    candidates = [Config(128, 64, 64, 8, 4), Config(64, 64, 64, 4, 4)]
+    if tma:
+        candidates.append(Config(128, 128, 64, 8, 4 if epilogue == "y" else 3, split=True))
+    elif epilogue in ("y", "preact"):  # the other epilogues would spill registers for addresses
+        candidates.append(Config(128, 128, 64, 8, 3))
+    return min(candidates, key=lambda c: _waves(c, rows, hidden, processors))
 
 
-def _waves(config: Config, rows: int, hidden: int, processors: int, itemsize: int) -> float:
+def _waves(config: Config, rows: int, hidden: int, processors: int) -> float:
     """Estimated time of the busiest SM in multiply-adds over its tiles; smaller tiles read more per multiply-add."""
     tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(hidden, config.block_f)
     reads = 1 / config.block_m + 1 / (2 * config.block_f)
-    return float(triton.cdiv(tiles, processors) * config.block_m * config.block_f * (1 + 16 * itemsize * reads))
+    return float(triton.cdiv(tiles, processors) * config.block_m * config.block_f * (1 + 32 * reads))
 
 
 def configurations(rows: int, hidden: int, kind: str, processors: int, *, epilogue: str, tma: bool) -> list[Config]:
     """Search space of `fusewise tune` for a GEMM kernel, the heuristic's choice first."""
     chosen = choose(rows, hidden, kind, processors, epilogue=epilogue, tma=tma)
     if rows <= 64:
-        deep = {"half": (64, 128, 256), "tf32": (32, 64, 128), "ieee": (16, 32, 64)}[kind]
-        few = [Config(chosen.block_m, f, d, 4, s, group_m=1) for f, d, s in product((16, 32, 64), deep, (3, 4, 5))]
+        deep = {"half": (64, 128, 256), "float32": (16, 32, 64)}[kind]
+        few = [
+            Config(chosen.block_m, f, d, 4, s, group_m=1)
+            for f, d, s in itertools.product((16, 32, 64), deep, (3, 4, 5))
+        ]
         most = SHARED // (2 if kind == "half" else 4)
         others = [c for c in few if c.num_stages * (c.block_m + 2 * c.block_f) * c.block_d <= most]
     else:
-        tiles = product(((128, 128, 8), (128, 64, 8), (64, 128, 4), (64, 64, 4), (256, 64, 8)), (3, 4), (4, 8, 16))
-        deep_of = {"half": (64,), "tf32": (32, 64)}[kind]
-        others = [Config(m, f, d, w, s, g, split=tma and f == 128) for (m, f, w), s, g in tiles for d in deep_of]
+        tiles = itertools.product(
+            ((128, 128, 8), (128, 64, 8), (64, 128, 4), (64, 64, 4), (256, 64, 8)), (3, 4), (4, 8, 16)
+        )
+        others = [Config(m, f, 64, w, s, g, split=tma and f == 128) for (m, f, w), s, g in tiles]
     return list(dict.fromkeys([chosen, *others]))
 
 
 def _space(key: Key, device: int) -> list[Any]:
     kind, _, moved = key.way.partition(", ")
     if key.kernel == "gate":
-        return gate_configurations(key.rows, key.hidden, processors_of(device))
-    if key.kernel not in ("y", "preact", "gradient", "down") or kind not in ("half", "tf32", "ieee"):
+        return gate_configurations(key.rows, key.hidden, processors_of(device), sums=key.way == "sums")
+    if key.kernel not in ("y", "preact", "gradient", "down") or kind not in ("half", "float32"):
         return []
-    if key.rows > chunks.FEW_ROWS and (kind == "ieee" or (kind == "tf32" and key.kernel == "down")):
+    if kind != "half" and key.rows > chunks.FEW_ROWS:
         return []
     return configurations(key.rows, key.hidden, kind, processors_of(device), epilogue=key.kernel, tma=moved == "tma")
 
@@ -131,7 +138,8 @@ def path(x: Tensor, halves: Halves) -> str:
         return "float32 matmuls by the platform's library, followed by the gate"
     moved, hidden = _moved(x, halves), halves.value.shape[0]
     keys = [product_key(e, x, hidden, "by TMA" in moved) for e in ("y", "preact", "gradient")]
-    tuned = TUNED.explain(x.get_device(), [*keys, Key("gate", x.dtype, "", x.shape[0], 0, hidden)])
+    sums = halves.value_bias is not None
+    tuned = TUNED.explain(x.get_device(), [*keys, gate_key(x.dtype, x.shape[0], hidden, sums)])
     return f"{moved}; {tuned}" if tuned else moved
 
 
@@ -156,10 +164,8 @@ def _copies(x: Tensor) -> bool:
 
 
 def kind(x: Tensor) -> str:
-    """Precision of products: "half" for 16-bit operands; float32 in "tf32" only if torch's settings allow it, else "ieee"."""
-    if x.dtype != torch.float32:
-        return "half"
-    return "tf32" if tf32_allowed() else "ieee"
+    """The operands of products."""
+    return "float32" if x.dtype == torch.float32 else "half"
 
 
 def _programs(config: Config, rows: int, hidden: int, processors: int) -> tuple[int, tuple[int, int]]:
@@ -211,7 +217,7 @@ def linear_arguments(
         "stride_preact": stride(u), "stride_dy": stride(dy), "programs": grid,
         "EPILOGUE": epilogue, "ACTIVATION": activation, "HAS_BIAS": bias, "BIAS_GRAD": dbias is not None,
         "BLOCK_M": config.block_m, "BLOCK_F": config.block_f, "BLOCK_D": config.block_d, "GROUP_M": config.group_m, "SPLIT": config.split,
-        "EVEN_D": features % config.block_d == 0, "TMA": tma, "PRECISION": "tf32" if kind(x) == "tf32" else "ieee",
+        "EVEN_D": features % config.block_d == 0, "TMA": tma,
         "UPCAST": INTERPRETED and x.dtype == torch.bfloat16, "UNIT": step,
     }  # fmt: skip
 
@@ -255,28 +261,46 @@ def _linear(
 
 
 def by_library(x: Tensor) -> bool:
-    """Whether BLAS computes the products: float32 with more than 64 rows, unless Hopper's tensor cores may, in tf32.
-    Without them the fused kernel took 3.6 times as long on an H200."""
-    if x.dtype != torch.float32 or x.shape[0] <= chunks.FEW_ROWS:
-        return False
-    return not (_has_tma(x.get_device()) and tf32_allowed())
+    """Whether BLAS computes the products: float32 with more than 64 rows. The fused kernel, without tensor cores, took 3.6
+    times as long on an H200. If they may compute in tf32, with more than 16: those of the library round their operands to
+    tf32, those of Triton's kernels cut bits off."""
+    return x.dtype == torch.float32 and x.shape[0] > (TF32_ROWS if tf32_allowed() else chunks.FEW_ROWS)
 
 
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
     """`impl="triton"`: this and the gradients as in `reference.py`."""
     if by_library(x):
-        if preact is None and spec.fused:  # scratch memory, so that a single product computes both halves
-            preact = new_preact(x, y.shape[1], spec)
-        size = max(1, x.shape[0])  # each product leaves part of the GPU idle at its end
-        return chunks.forward(x, halves, spec, y, preact, lambda u, g, to: gate(u, g, to, spec.activation), size)
+        u, g = _by_library(x, halves, spec, preact)
+        return gate(u, g, y, spec.activation)
     _linear(x, halves, spec, "y" if preact is None else "preact", y=y, preact=preact)
+
+
+def _by_library(x: Tensor, halves: Halves, spec: Spec, preact: Preact | None) -> tuple[Tensor, Tensor]:
+    """u and g, in `preact` if it is given: whole, since each product leaves part of the GPU idle at its end."""
+    hidden = halves.value.shape[0]
+    parts = () if preact is None else split_preact(preact, spec)
+    if not pads(x) or not odd(hidden, (x, halves.value, halves.gate, *parts)):
+        preact = new_preact(x, hidden, spec) if preact is None else preact
+        chunks.products(x, halves, spec, preact)
+        return split_preact(preact, spec)
+    x = padded(x)
+    features, outputs = x.shape[1], hidden + -hidden % COLUMN_MULTIPLE
+    found = []
+    for weight, bias in ((halves.value, halves.value_bias), (halves.gate, halves.gate_bias)):
+        part = torch.mm(x, copy_to(weight, aligned_buffer(x, outputs, features)).mT)[:, :hidden]
+        found.append(part if bias is None else part.add_(bias))
+    if preact is None:
+        return found[0], found[1]
+    for to, part in zip(split_preact(preact, spec), found, strict=True):
+        to.copy_(part)
+    return split_preact(preact, spec)
 
 
 def recompute_gradient(
     dy: Tensor, x: Tensor, halves: Halves, dpreact: Preact, spec: Spec, dbias: Tensor | None
 ) -> None:
     if by_library(x):
-        chunks.products(x, halves, spec, dpreact)
+        _by_library(x, halves, spec, dpreact)
         return gradient(dy, dpreact, dpreact, spec, dbias)
     _linear(x, halves, spec, "gradient", preact=dpreact, dy=dy, dbias=dbias)
 
@@ -284,8 +308,8 @@ def recompute_gradient(
 def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Tensor | None) -> None:
     rows, hidden = dy.shape
     device = dy.get_device()
-    key = Key("gate", dy.dtype, "", rows, 0, hidden)
-    config = TUNED.find(device, key) or choose_gate(rows, hidden, processors_of(device))
+    key = gate_key(dy.dtype, rows, hidden, dbias is not None)
+    config = TUNED.find(device, key) or choose_gate(rows, hidden, processors_of(device), sums=dbias is not None)
     sums = new_sums(dbias, triton.cdiv(rows, config.rows))
     before, after = split_preact(preact, spec), split_preact(dpreact, spec)
     start_gradient(dy, before, after, config, spec.activation, sums)
@@ -311,7 +335,7 @@ def down_arguments(
         "stride_y": y.stride(0) // step, "stride_dpreact": dpreact[0].stride(0) // step,
         "programs": grid, "ACTIVATION": activation, "BIAS_GRAD": dbias is not None,
         "BLOCK_M": config.block_m, "BLOCK_F": config.block_f, "BLOCK_O": config.block_d, "GROUP_M": config.group_m, "SPLIT": config.split,
-        "EVEN_OUT": outputs % config.block_d == 0, "TMA": tma, "PRECISION": "tf32" if kind(dz) == "tf32" else "ieee",
+        "EVEN_OUT": outputs % config.block_d == 0, "TMA": tma,
         "UPCAST": INTERPRETED and dz.dtype == torch.bfloat16, "UNIT": step,
     }  # fmt: skip
 
@@ -321,11 +345,11 @@ def down_gradient(
 ) -> None:
     if dz.shape[0] == 0:
         return no_rows(dbias)
-    if dz.dtype == torch.float32 and dz.shape[0] > chunks.FEW_ROWS:  # tensor cores take no transposed float32 tile
+    if by_library(dz):
         parts = list(chunks.slices(y.shape[0], chunks.gpu_rows_of(y.shape[0])))  # dy of one at a time
         sums = new_sums(dbias, len(parts))
         for i, chunk in enumerate(parts):
-            dy = dz[chunk] @ w_down
+            dy = product(dz[chunk], w_down)[:, : y.shape[1]]
             before, after = chunks.part_of(preact, chunk, spec), chunks.part_of(dpreact, chunk, spec)
             gate(*split_preact(before, spec), y[chunk], spec.activation)
             gradient(dy, before, after, spec, None if sums is None else sums[i])

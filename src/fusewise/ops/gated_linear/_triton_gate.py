@@ -20,20 +20,20 @@ from ._triton_kernel import copy_kernel, gate_gradient_kernel, gate_kernel
 COPY = GateConfig(8, 8, 512, 8)
 
 
-def choose_gate(rows: int, hidden: int, processors: int) -> GateConfig:
-    """Configuration of the elementwise kernel: many rows per program, so that few partial sums are left to reduce, but
-    enough programs for every SM."""
-    block_f = min(256, max(16, triton.next_power_of_2(hidden)))
+def choose_gate(rows: int, hidden: int, processors: int, *, sums: bool) -> GateConfig:
+    """Configuration of the elementwise kernel: few rows per program, which the hardware balances; with `sums` more, so that
+    few partial sums are left to reduce, but enough programs for every SM."""
+    block_f = min(128, max(16, triton.next_power_of_2(hidden)))
     block_m = 1024 // block_f
-    per_program = 128
+    per_program = 64 if sums else 16
     while per_program > block_m and triton.cdiv(rows, per_program) * triton.cdiv(hidden, block_f) < 8 * processors:
         per_program //= 2
     return GateConfig(max(per_program, block_m), block_m, block_f)
 
 
-def gate_configurations(rows: int, hidden: int, processors: int) -> list[GateConfig]:
+def gate_configurations(rows: int, hidden: int, processors: int, *, sums: bool) -> list[GateConfig]:
     """Search space of `fusewise tune` for the elementwise kernel, the heuristic's choice first."""
-    chosen = choose_gate(rows, hidden, processors)
+    chosen = choose_gate(rows, hidden, processors, sums=sums)
     columns = [f for f in (128, 256, 512) if f <= max(128, triton.next_power_of_2(hidden))]
     return gate_space(chosen, columns)
 
@@ -69,7 +69,7 @@ def gate(u: Tensor, g: Tensor, y: Tensor, activation: str) -> None:
     """The gate on its own, and its gradient; see `_gate.py`."""
     rows, hidden = u.shape
     device = u.get_device()
-    config = choose_gate(rows, hidden, processors_of(device))
+    config = choose_gate(rows, hidden, processors_of(device), sums=False)
     grid, arguments = forward_gate_arguments(u, g, y, config, activation)
     launch(gate_kernel, grid, arguments, device, num_warps=config.num_warps)
 
@@ -89,7 +89,7 @@ def forward_gate_arguments(
 
 def gate_gradient_into(dy: Tensor, u: Tensor, g: Tensor, du: Tensor, dg: Tensor, activation: str) -> None:
     rows, hidden = u.shape
-    config = choose_gate(rows, hidden, processors_of(u.get_device()))
+    config = choose_gate(rows, hidden, processors_of(u.get_device()), sums=False)
     start_gradient(dy, (u, g), (du, dg), config, activation, None)
 
 

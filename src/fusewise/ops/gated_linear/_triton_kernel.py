@@ -105,11 +105,11 @@ def _store(ptr, row, column, stride, rows, columns, block, BLOCK_R: tl.constexpr
 
 
 @triton.jit
-def _dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+def _dot(a, b, acc, UPCAST: tl.constexpr):
     if UPCAST:  # the interpreter has no bfloat16 product
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
-        return tl.dot(a, b, acc, input_precision=PRECISION)
+        return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -189,7 +189,7 @@ def gated_linear_kernel(
     programs,
     EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
-    EVEN_D: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, UNIT: tl.constexpr,
+    EVEN_D: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """EPILOGUE "y" writes y; "preact" writes y, u and g; "gradient" reads dy and writes du and dg to u_ptr and g_ptr."""
     F, D, stride_x, stride_y = F * UNIT, D * UNIT, stride_x * UNIT, stride_y * UNIT
@@ -208,8 +208,8 @@ def gated_linear_kernel(
             x = _load(x_ptr, row, d, stride_x, M, D, BLOCK_M, BLOCK_D, EVEN_D, TMA)
             w_value = _load(w_value_ptr, column, d, stride_w_value, F, D, BLOCK_F, BLOCK_D, EVEN_D, TMA)
             w_gate = _load(w_gate_ptr, column, d, stride_w_gate, F, D, BLOCK_F, BLOCK_D, EVEN_D, TMA)
-            u = _dot(x, w_value.T, u, PRECISION, UPCAST)
-            g = _dot(x, w_gate.T, g, PRECISION, UPCAST)
+            u = _dot(x, w_value.T, u, UPCAST)
+            g = _dot(x, w_gate.T, g, UPCAST)
 
         if SPLIT:
             u_left, u_right = _halves(u, BLOCK_M, BLOCK_F)
@@ -308,7 +308,7 @@ def down_gradient_kernel(
     M, F, OUT, stride_dz, stride_w, stride_preact, stride_y, stride_dpreact, programs,
     ACTIVATION: tl.constexpr, BIAS_GRAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_O: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
-    EVEN_OUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, UNIT: tl.constexpr,
+    EVEN_OUT: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """dy = dz W_down, (M, OUT) by (OUT, F); du and dg may alias u and g."""
     F, OUT, stride_dz, stride_w = F * UNIT, OUT * UNIT, stride_dz * UNIT, stride_w * UNIT
@@ -324,7 +324,7 @@ def down_gradient_kernel(
             o = step * BLOCK_O
             dz = _load(dz_ptr, row, o, stride_dz, M, OUT, BLOCK_M, BLOCK_O, EVEN_OUT, TMA)
             w = _load(w_ptr, o, column, stride_w, OUT, F, BLOCK_O, BLOCK_F, False, TMA)
-            dy = _dot(dz, w, dy, PRECISION, UPCAST)
+            dy = _dot(dz, w, dy, UPCAST)
         if SPLIT:
             left, right = _halves(dy, BLOCK_M, BLOCK_F)
             _down_epilogue(

@@ -1,9 +1,9 @@
-"""`impl="cuda"` of the gated linear unit, for Hopper: the kernels in `gated_linear.cu`, compiled on first use with the
-user's nvcc for the dtype and the activation of a call, and their launcher.
+"""`impl="cuda"` of the gated linear unit, for Hopper: the kernels in `gated_linear.cu` and, for float32, in `float32.cu`, compiled on
+first use with the user's nvcc for the dtype and the activation of a call, and their launcher.
 
-The interface is complete; calls of a function for which `lacks` is true are left to the implementation named by `OTHERWISE`.
+The interface is complete; calls of a function for which `lacks` is true are left to the implementation named by `otherwise`.
 
-The library does not depend on torch: it receives addresses and a stream, so one build works with every torch version.
+The libraries do not depend on torch: they receive addresses and a stream, so one build works with every torch version.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..._tuned import Key, Tuned
 from .. import _host
 from .._problem import ACTIVATIONS, ALIGNED, Halves, Preact, Spec, describable, new_sums, no_rows, odd, split_preact
 from .._products import COLUMN_MULTIPLE, aligned, aligned_output, copy_to, each
-from . import tiles
+from . import float32, tiles
 from .tiles import DOWN, FEW, GATE, GRADIENT, PREACT, Y
 
 FOLDER = Path(__file__).parent
@@ -30,9 +30,13 @@ _NAMES = (
     "hopper.cuh", "instructions.cuh", "matrices.cuh", "plan.h", "products.cuh", "sums.cuh", "tiles.cuh", "wgmma.cuh",
 )  # fmt: skip
 SOURCES = (*(FOLDER / name for name in _NAMES), cuda.MBARRIER)
+FLOAT32_SOURCES = tuple(
+    FOLDER / name for name in ("float32.cu", "copies.cuh", "gate.cuh", "instructions.cuh", "plan.h")
+)
 CAPABILITY = cuda.HOPPER
-DTYPES = (torch.bfloat16, torch.float16)
-OTHERWISE = "gluon"
+HALF = (torch.bfloat16, torch.float16)
+DTYPES = (*HALF, torch.float32)
+OTHERWISE = "gluon"  # in 16 bits; `otherwise` is for every dtype
 #: Functions of products that gluon serves in less time at some sizes: their kernels as in `tiles.RACES`, and names for users.
 SHARED = {
     "forward": ("preact", "pre-activations"),
@@ -49,8 +53,10 @@ _CALL = Struct("12q")
 
 def recipe(dtype: torch.dtype, activation: str) -> build.Recipe:
     """Build recipe of the library for a dtype and an activation."""
-    flags = (*cuda.flags((CAPABILITY,), "a"), cuda.PARTS, *one(dtype, activation))
-    return "gated-linear-cuda", SOURCES, build.nvcc(), flags
+    flags = (*cuda.flags((CAPABILITY,), "a"), *one(dtype, activation))
+    if dtype == torch.float32:
+        return "gated-linear-float32-cuda", FLOAT32_SOURCES, build.nvcc(), flags
+    return "gated-linear-cuda", SOURCES, build.nvcc(), (*flags, cuda.PARTS)
 
 
 def one(dtype: torch.dtype, activation: str) -> tuple[str, ...]:
@@ -61,8 +67,9 @@ def one(dtype: torch.dtype, activation: str) -> tuple[str, ...]:
 @functools.cache
 def _kernel(dtype: torch.dtype, activation: str) -> cuda.Library | str:
     """The library, built if necessary, or why there is none."""
+    name = "fusewise_gated_float32" if dtype == torch.float32 else "fusewise_gated_linear"
     try:
-        library = cuda.Library(recipe(dtype, activation), "fusewise_gated_linear")
+        library = cuda.Library(recipe(dtype, activation), name)
     except build.BuildError as error:
         return str(error)
     _host.unavailable()  # loads it once it is built, so that it takes the next call
@@ -83,15 +90,19 @@ def refuses(
 ) -> str | None:
     """Why a call with these matrices, x first, and F = `hidden` is left to another implementation, or None if it is
     not. Builds the library for the activation if necessary."""
-    rows = matrices[0].shape[0]
-    if by_choice and rows < TILES_FROM:
+    x = matrices[0]
+    rows = x.shape[0]
+    if x.dtype == torch.float32:
+        if (reason := float32.refuses(hidden, matrices, by_choice=by_choice)) is not None:
+            return reason
+    elif by_choice and rows < TILES_FROM:
         if not alone:
             return f"with gradients, up to {TILES_FROM - 1} rows are too few for its tiles"
         if odd(hidden, matrices):
             return f"{ALIGNED}, and copying others pays off only from {TILES_FROM} rows on"
-    if by_choice and alone and _config("y", matrices[0], hidden).tiles == "gluon":
+    if x.dtype != torch.float32 and by_choice and alone and _config("y", x, hidden).tiles == "gluon":
         return "gluon's tiles of 128 rows by 64 features take less time at this size"
-    kernel = _kernel(matrices[0].dtype, activation)
+    kernel = _kernel(x.dtype, activation)
     return kernel if isinstance(kernel, str) else None
 
 
@@ -132,9 +143,16 @@ def _gluon_is_there() -> bool:
     return _op.unavailable("gluon", "cuda", torch.bfloat16) is None
 
 
+def otherwise(dtype: torch.dtype) -> str:
+    """The implementation of what is lacking here."""
+    return float32.OTHERWISE if dtype == torch.float32 else OTHERWISE
+
+
 def lacks(function: str, hidden: int, x: Tensor, *others: Tensor) -> bool:
-    """Whether a call of a function is left to OTHERWISE, which takes less time or serves matrices that are not supported here.
+    """Whether a call of a function is left to another, which takes less time or serves matrices that are not supported here.
     x as in `tiles.py`, dz for a down projection; for "gradient", all matrices."""
+    if x.dtype == torch.float32:
+        return function != "forward"
     if function == "gradient":
         return hidden % COLUMN_MULTIPLE != 0 or not all(map(describable, (x, *others)))
     return _config(SHARED[function][0], x, hidden).tiles == "gluon"
@@ -143,6 +161,8 @@ def lacks(function: str, hidden: int, x: Tensor, *others: Tensor) -> bool:
 def path(x: Tensor, halves: Halves) -> str:
     """For `explain_dispatch`: copies, functions left to OTHERWISE, and the host fast path. A down projection is taken to have as
     many features out as x has."""
+    if x.dtype == torch.float32:
+        return f"without tensor cores; gradients by {float32.OTHERWISE}"
     hidden = halves.value.shape[0]
     copies = f"{ALIGNED}: other matrices are copied" if odd(hidden, (x, halves.value, halves.gate)) else ""
     names = [name for function, (_, name) in SHARED.items() if lacks(function, hidden, x)]
@@ -158,17 +178,23 @@ def _run(
     dbias: Tensor | None = None, width: int = 0,
 ) -> None:  # fmt: skip
     """Launch the product of x with an epilogue that writes y and `outputs` (u and g or their gradients) and reads
-    `inputs` (dy, or u and g). GATE: x is dy, and there is no product. FEW has tiles of `width` features."""
+    `inputs` (dy, or u and g). GATE: x is dy, and there is no product. FEW has tiles of `width` features. In 16 bits, what TMA does
+    not support is copied."""
     rows = x.shape[0]
     if rows == 0:
         return no_rows(dbias)
     kernel = _kernel(x.dtype, activation)
     if isinstance(kernel, str):
-        raise RuntimeError(f'gated_linear: impl must be one that is here, got "cuda": {kernel}; use impl="{OTHERWISE}"')
+        raise RuntimeError(
+            f'gated_linear: impl must be one that is here, got "cuda": {kernel}; use impl="{otherwise(x.dtype)}"'
+        )
     sums = new_sums(dbias, -(-rows // (GATE_ROWS if value is None else ROWS)))
     written = (y, *outputs)
-    buffers = tuple(each(aligned_output, *written))
-    matrices = (*each(aligned, x, value, gate), *buffers, *each(aligned, *inputs))
+    buffers: tuple[Tensor | None, ...] = written
+    read: tuple[Tensor | None, ...] = (x, value, gate, *inputs)
+    if x.dtype in HALF:
+        buffers, read = tuple(each(aligned_output, *written)), tuple(each(aligned, *read))
+    matrices = (*read[:3], *buffers, *read[3:])
     depth, hidden = x.shape[1], x.shape[1] if value is None else value.shape[epilogue == DOWN]
     plan = _PLAN.pack(
         rows, hidden, depth, *(0 if t is None else t.stride(0) for t in (*matrices, *bias)), x.dtype == torch.bfloat16,
@@ -192,7 +218,9 @@ def _for_y(x: Tensor, hidden: int) -> tuple[int, int]:
 
 def launcher(x: Tensor, hidden: int, activation: str) -> tuple[int | None, ...]:
     """What the host fast path needs to replay a call: the entry point, the function that explains its error codes, and
-    the result of `_for_y`."""
+    the result of `_for_y`; zeros if it goes through Python."""
+    if x.dtype == torch.float32:
+        return 0, 0, 0, 0
     return *_kernel(x.dtype, activation).addresses(), *_for_y(x, hidden)  # type: ignore[union-attr]
 
 
@@ -202,7 +230,7 @@ def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | N
     given = spec.activation, x, value, gate, (bias[0], bias[1]), y
     if preact is not None:
         return _run(PREACT, *given, split_preact(preact, spec))
-    epilogue, width = _for_y(x, value.shape[0])
+    epilogue, width = (Y, 0) if x.dtype == torch.float32 else _for_y(x, value.shape[0])
     _run(epilogue, *given, width=width)
 
 

@@ -1,0 +1,44 @@
+"""When `impl="cuda"` takes float32, whose kernel (`float32.cu`) needs no tensor cores. It makes y, with pre-activations or without;
+gradients are left to Triton."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...._shared.gpu import processors_of, tf32_allowed
+from .._chunks import FEW_ROWS
+
+OTHERWISE = "triton"
+TILE = 128  # rows, and features of each half, as in float32.cu
+#: Row strides from which 128 rows are not within 4 GiB: the kernel's offsets are 32 bits.
+MOST_STRIDE = 1 << 23
+
+
+def refuses(hidden: int, matrices: tuple[Tensor, ...], *, by_choice: bool) -> str | None:
+    """As in `_cuda`, but for whether the kernel is there."""
+    x = matrices[0]
+    if any(matrix.stride(0) >= MOST_STRIDE for matrix in matrices):
+        return f"rows must be less than {MOST_STRIDE} elements apart"
+    if not by_choice:
+        return None
+    if len(matrices) != 3:  # not just x and the weights
+        return f"gradients of float32 are left to {OTHERWISE}"
+    if x.shape[0] <= FEW_ROWS:
+        return f"up to {FEW_ROWS} rows of float32 are left to the kernel that streams the weight"
+    if tf32_allowed():
+        return "tf32 is allowed, for which the platform's library has tensor cores"
+    if not pays(x.shape[0], hidden, x.shape[1], processors_of(x.get_device())):
+        return "the platform's library takes less time at this size"
+    return None
+
+
+def pays(rows: int, hidden: int, features: int, processors: int) -> bool:
+    """Whether the kernel takes less time than the platform's library followed by the gate.
+
+    In units of what an SM of ours needs for a matmul tile of 128 by 128; our tiles have two. Measured on an H100: the library takes
+    1.045 of that, and the gate, which moves 12 bytes per element, 4.6e-5 · rows · hidden / features of the library's.
+    """
+    down = -(-rows // TILE)
+    ours = 2 * -(-down * -(-hidden // TILE) // processors)
+    library = -(-down * -(-2 * hidden // TILE) // processors) + 4.6e-5 * rows * hidden / features
+    return ours <= 1.045 * library
