@@ -240,7 +240,7 @@ def test_a_failed_build_is_told_and_auto_takes_the_next(tmp_path: Path, monkeypa
 def test_what_it_lacks_is_that_of_the_implementation_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Gluon computes in less time, and elementwise gradients of unaligned matrices."""
     monkeypatch.setattr(_cuda, "processors_of", lambda _: 132)
-    few, many = torch.empty(1024, 2048), torch.empty(16384, 3072)
+    few, many = (torch.empty(*size, dtype=torch.bfloat16) for size in ((1024, 2048), (16384, 3072)))
     for there in (True, False):
         monkeypatch.setattr(_cuda, "_gluon_is_there", lambda there=there: there)
         for x, left in ((few, {*_cuda.SHARED}), (many, set()), (few[:128], set())):
@@ -249,20 +249,68 @@ def test_what_it_lacks_is_that_of_the_implementation_it_names(monkeypatch: pytes
                 assert _cuda.lacks(function, 8192, x) is leaves
                 if not leaves:
                     assert _op.having(function, _cuda, 8192, x) is _cuda
-    dy, wide = torch.empty(1, 4096), torch.empty(1, 4097)[:, 1:]
-    assert _cuda.lacks("gradient", 4096, dy, dy, wide)
-    assert _cuda.lacks("gradient", 4097, *[torch.empty(1, 4097)] * 3)
+    dy, wide = (torch.empty(1, n, dtype=torch.bfloat16) for n in (4096, 4097))
+    assert _cuda.lacks("gradient", 4096, dy, dy, wide[:, 1:])
+    assert _cuda.lacks("gradient", 4097, *[wide] * 3)
     assert not _cuda.lacks("gradient", 4096, dy, dy, dy)
-    assert _cuda.OTHERWISE in _op.IMPLEMENTATIONS and _op.having("gradient", reference, 4096, dy) is reference
+    assert _op.having("gradient", reference, 4096, dy) is reference
+    assert [_cuda.otherwise(dtype) for dtype in _cuda.DTYPES] == ["gluon", "gluon", "triton"]
+    for function in ("forward", "gradient", "recompute_gradient", "down_gradient"):
+        assert _cuda.lacks(function, 4096, dy.float(), dy.float(), dy.float()) is (function != "forward")
+
+
+def test_float32_is_taken_where_the_library_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cuda, "_kernel", lambda *_: None)
+    monkeypatch.setattr(_cuda.float32, "processors_of", lambda _: 132)
+
+    def told(rows: int, features: int = 64, hidden: int = 8192, dtype: torch.dtype = torch.float32) -> str | None:
+        x, weight = torch.empty(rows, features, dtype=dtype), torch.empty(2 * hidden, features, dtype=dtype)
+        return refused(x, weight, hidden=hidden)
+
+    assert told(8192) is None and told(8192, 63, 8191) is None and told(65, 4096, 132 * 128) is None
+    assert "streams the weight" in str(told(64, 4096, 132 * 128))
+    assert "library takes less time" in str(told(65, 4096, 8192))  # half of the SMs would be idle
+    x, weight = torch.empty(8192, 64), torch.empty(16384, 64)
+    assert refused(x[:8], weight, by_choice=False) is None and refused(x, weight, hidden=8192) is None
+    assert "left to triton" in str(refused(x, weight, x, hidden=8192))  # a gradient
+    assert "left to triton" in str(_cuda.refuses(8192, (x,), "silu", by_choice=True))
+    far = torch.empty((1 << 23) + 1).as_strided((2, 1), (1 << 23, 1))
+    for by_choice in (True, False):
+        assert "8388608 elements apart" in str(_cuda.refuses(8192, (x, far, far), "silu", by_choice=by_choice))
+    monkeypatch.setattr(_cuda.float32, "tf32_allowed", lambda: True)
+    assert "tf32 is allowed" in str(told(8192)) and refused(x, weight, by_choice=False) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "features", "hidden", "expected"),
+    [
+        (8192, 2048, 8192, True),
+        (16384, 1024, 4096, True),
+        (1 << 17, 8192, 8192, True),
+        (128, 2048, 8192, False),  # 64 tiles
+        (128, 2048, 132 * 128, True),
+        (1056, 2048, 8192, False),  # four of our waves, and as long as 8 of the library's, which needs 9 halves
+        (1, 1, 1, False),
+    ],
+)
+def test_float32_pays_by_waves(rows: int, features: int, hidden: int, expected: bool) -> None:
+    assert _cuda.float32.pays(rows, hidden, features, 132) is expected
+
+
+def test_float32_has_nothing_to_tune() -> None:
+    for kernel in tiles.RACES:
+        assert _cuda._space(Key(kernel, torch.float32, "", 8192, 2048, 8192), -1) == []
 
 
 def test_what_is_left_to_gluon_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_cuda, "processors_of", lambda _: 132)
     monkeypatch.setattr(_cuda, "_gluon_is_there", lambda: True)
-    x, of = torch.empty(16384, 2048), halves(torch.empty(16384, 2048))
+    x, weight = torch.empty(2, 16384, 2048, dtype=torch.bfloat16)
+    of = halves(weight)
     told = _cuda.path(x, of)
     assert "gradients behind a down projection are computed by gluon" in told and "recomputing" not in told
     assert "gluon" not in _cuda.path(x[:0], of)
+    assert "gradients by triton" in _cuda.path(x[:8].float(), halves(weight[:8].float()))
 
 
 @pytest.fixture

@@ -53,10 +53,10 @@ _CALL = Struct("12q")
 
 def recipe(dtype: torch.dtype, activation: str) -> build.Recipe:
     """Build recipe of the library for a dtype and an activation."""
-    flags = (*cuda.flags((CAPABILITY,), "a"), *one(dtype, activation))
+    flags, only = cuda.flags((CAPABILITY,), "a"), one(dtype, activation)
     if dtype == torch.float32:
-        return "gated-linear-float32-cuda", FLOAT32_SOURCES, build.nvcc(), flags
-    return "gated-linear-cuda", SOURCES, build.nvcc(), (*flags, cuda.PARTS)
+        return "gated-linear-float32-cuda", FLOAT32_SOURCES, build.nvcc(), (*flags, *only)
+    return "gated-linear-cuda", SOURCES, build.nvcc(), (*flags, cuda.PARTS, *only)
 
 
 def one(dtype: torch.dtype, activation: str) -> tuple[str, ...]:
@@ -129,7 +129,9 @@ def _with_gluon(key: Key) -> bool:
 
 
 def _space(key: Key, device: int) -> list[tiles.Config]:
-    return tiles.configurations(*_size(key, device), gluon=_with_gluon(key)) if key.kernel in tiles.RACES else []
+    if key.kernel not in tiles.RACES or key.dtype not in HALF:
+        return []
+    return tiles.configurations(*_size(key, device), gluon=_with_gluon(key))
 
 
 #: Looked up by the dispatch of a call; an implementation's TUNED is looked up by its launches.
