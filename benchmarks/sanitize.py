@@ -127,6 +127,7 @@ def gated_linear(impl: str, device: str) -> Calls:
     kinds = [(torch.bfloat16, "silu", True), (torch.float16, "gelu_tanh", False)]
     if impl not in ("cuda", "gluon"):
         widths = [(72, 136), (77, 131), (33, 257)]
+    if impl != "gluon":
         kinds.append((torch.float32, "relu", True))
 
     def tensor(*shape: int, dtype: torch.dtype, grad: bool = True) -> torch.Tensor:
