@@ -263,14 +263,13 @@ def test_float32_is_taken_where_the_library_takes_longer(monkeypatch: pytest.Mon
     monkeypatch.setattr(_cuda, "_kernel", lambda *_: None)
     monkeypatch.setattr(_cuda.float32, "processors_of", lambda _: 132)
 
-    def told(rows: int, features: int = 64, hidden: int = 8192, dtype: torch.dtype = torch.float32) -> str | None:
-        x, weight = torch.empty(rows, features, dtype=dtype), torch.empty(2 * hidden, features, dtype=dtype)
-        return refused(x, weight, hidden=hidden)
+    def told(rows: int, features: int = 512, hidden: int = 8192) -> str | None:
+        return refused(torch.empty(rows, features), torch.empty(2 * hidden, features), hidden=hidden)
 
-    assert told(8192) is None and told(8192, 63, 8191) is None and told(65, 4096, 132 * 128) is None
-    assert "streams the weight" in str(told(64, 4096, 132 * 128))
+    assert told(8192) is None and told(8192, 511, 8191) is None and told(65, 4096, 132 * 128) is None
+    assert "reading the weight dominates" in str(told(64, 4096, 132 * 128))
     assert "library takes less time" in str(told(65, 4096, 8192))  # half of the SMs would be idle
-    x, weight = torch.empty(8192, 64), torch.empty(16384, 64)
+    x, weight = torch.empty(8192, 512), torch.empty(16384, 512)
     assert refused(x[:8], weight, by_choice=False) is None and refused(x, weight, hidden=8192) is None
     assert "left to triton" in str(refused(x, weight, x, hidden=8192))  # a gradient
     assert "left to triton" in str(_cuda.refuses(8192, (x,), "silu", by_choice=True))
@@ -289,7 +288,9 @@ def test_float32_is_taken_where_the_library_takes_longer(monkeypatch: pytest.Mon
         (1 << 17, 8192, 8192, True),
         (128, 2048, 8192, False),  # 64 tiles
         (128, 2048, 132 * 128, True),
-        (1056, 2048, 8192, False),  # four of our waves, and as long as 8 of the library's, which needs 9 halves
+        (300, 3072, 9216, False),  # 84 rows of our last tiles are empty
+        (1024, 640, 2560, False),  # 160 tiles, two waves
+        (256, 2048, 8192, True),
         (1, 1, 1, False),
     ],
 )

@@ -76,7 +76,7 @@ def test_the_loop_of_float32_is_nothing_but_products(activation: str) -> None:
     inside = [i for i in products if barriers[0] < i < barriers[1] + 140]  # the last column comes after the barrier
     assert len(inside) == 2048
     loop = code[inside[0] : inside[-1] + 1]
-    assert sum("LDS.128" in line for line in loop) in (96, 102) and sum("LDGSTS" in line for line in loop) == 24
+    assert sum("LDS.128" in line for line in loop) in range(96, 109) and sum("LDGSTS" in line for line in loop) == 24
     assert len(loop) <= 2048 / 0.915
 
 

@@ -32,16 +32,14 @@ SPEC = Spec("gelu_tanh", "stacked")
 SIZES = [(1, 4096, 14336), (64, 2048, 4096), (512, 4096, 2048), (2048, 1024, 4096), (16384, 4096, 16384)]
 
 
-def every_configuration() -> list[tuple[str, str, bool, _triton.Config]]:
-    """(kind, epilogue, tma, configuration) for everything the heuristic chooses over small and large sizes."""
+def every_configuration() -> list[tuple[str, bool, _triton.Config]]:
+    """(epilogue, tma, configuration) for everything the heuristic chooses over small and large sizes."""
     found = {}
-    for kind, epilogue, tma in itertools.product(
-        ("half", "float32"), ("y", "preact", "gradient", "down"), (True, False)
-    ):
-        sizes = (1, 16, 40, 64, 65, 256, 1024, 4096, 65536) if kind == "half" else (1, 16, 40, 64)
+    for epilogue, tma in itertools.product(("y", "preact", "gradient", "down"), (True, False)):
+        sizes = (1, 16, 40, 64, 65, 256, 1024, 4096, 65536)
         for rows, hidden in itertools.product(sizes, (512, 2048, 8192, 32768)):
-            config = _triton.choose(rows, hidden, kind, 132, epilogue=epilogue, tma=tma)
-            found[kind, epilogue, tma, config] = None
+            config = _triton.choose(rows, hidden, 132, epilogue=epilogue, tma=tma)
+            found[epilogue, tma, config] = None
     return list(found)
 
 
@@ -49,8 +47,8 @@ EVERY = every_configuration()
 
 
 def test_the_heuristic_is_deterministic_and_grows_with_the_shape() -> None:
-    chosen = [_triton.choose(m, f, "half", 132, epilogue="y") for m, _, f in SIZES]
-    assert chosen == [_triton.choose(m, f, "half", 132, epilogue="y") for m, _, f in SIZES]
+    chosen = [_triton.choose(m, f, 132, epilogue="y") for m, _, f in SIZES]
+    assert chosen == [_triton.choose(m, f, 132, epilogue="y") for m, _, f in SIZES]
     areas = [config.block_m * config.block_f for config in chosen]
     assert areas == sorted(areas) and chosen[-1].block_m == chosen[-1].block_f == 128
     assert chosen[0].block_m == 16 and chosen[1].block_m == 64
@@ -75,10 +73,8 @@ def operands(rows: int, features: int, hidden: int, dtype: torch.dtype) -> tuple
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(("kind", "epilogue", "tma", "config"), EVERY, ids=str)
-def test_every_configuration_is_right(
-    kind: str, epilogue: str, tma: bool, config: _triton.Config, monkeypatch: Any
-) -> None:
+@pytest.mark.parametrize(("epilogue", "tma", "config"), EVERY, ids=str)
+def test_every_configuration_is_right(epilogue: str, tma: bool, config: _triton.Config, monkeypatch: Any) -> None:
     """Two tiles and a ragged rest in every dimension; always float32, since this tests the indexing."""
     monkeypatch.setattr(_triton, "choose", lambda *_, **__: config)
     monkeypatch.setattr(_triton, "_has_tma", lambda _: tma)
@@ -218,11 +214,9 @@ def _watch_matmuls(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return seen
 
 
-def test_float32_is_left_to_the_library_from_the_row_on_at_which_it_takes_less_time(monkeypatch: Any) -> None:
-    for allowed, few in ((False, 64), (True, 16)):
-        monkeypatch.setattr(_triton, "tf32_allowed", lambda allowed=allowed: allowed)
-        assert not _triton.by_library(torch.empty(few, 8)) and _triton.by_library(torch.empty(few + 1, 8))
-        assert not _triton.by_library(torch.empty(1000, 8).half())
+def test_float32_is_left_to_the_library() -> None:
+    assert all(_triton.by_library(torch.empty(rows, 8)) for rows in (1, 64, 1000))
+    assert not any(_triton.by_library(torch.empty(1000, 8, dtype=dtype)) for dtype in (torch.float16, torch.bfloat16))
 
 
 def test_the_backward_of_an_mlp_has_one_chunk_of_ys_gradient_at_a_time(monkeypatch: Any) -> None:
@@ -307,22 +301,20 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-# The configurations used for large problems; float32 and erf GELU once each.
+# All configurations; erf GELU for the tiles of large problems.
 COMPILED = [
     (*chosen, activation)
     for chosen in EVERY
     for activation in ("gelu_tanh", "gelu")
-    if (chosen[0] == "half" or (chosen[2] and chosen[3].block_m > 64))
-    and (activation == "gelu_tanh" or (chosen[0], chosen[2], chosen[3].block_f) == ("half", True, 128))
+    if activation == "gelu_tanh" or (chosen[1], chosen[2].block_f) == (True, 128)
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
-@pytest.mark.parametrize(("kind", "epilogue", "tma", "config", "activation"), COMPILED, ids=str)
-def test_compiles_for_hopper_without_spills(kind: str, epilogue: str, tma: bool, config: _triton.Config, activation: str, monkeypatch: Any) -> None:  # fmt: skip
-    monkeypatch.setattr(_triton, "kind", lambda _: kind)
-    dtype = torch.bfloat16 if kind == "half" else torch.float32
+@pytest.mark.parametrize(("epilogue", "tma", "config", "activation"), COMPILED, ids=str)
+def test_compiles_for_hopper_without_spills(epilogue: str, tma: bool, config: _triton.Config, activation: str) -> None:
+    dtype = torch.bfloat16
     rows, features, hidden = 4096, 1024, 4096
     x, preact, y = (
         empty(rows, features, dtype=dtype),
@@ -348,15 +340,13 @@ def test_compiles_for_hopper_without_spills(kind: str, epilogue: str, tma: bool,
     stack, instructions = resources(kernel)
     assert kernel.metadata.shared <= SHARED
     # A few spilled words outside the loop are harmless; the tiles for large problems have none.
-    assert stack <= (0 if tma and kind == "half" and config.block_m > 64 else 64), instructions
+    assert stack <= (0 if tma and config.block_m > 64 else 64), instructions
     if tma:
         assert instructions["UTMALDG"] and instructions["UTMASTG"]
-    if kind == "half" and config.block_m >= 64:
+    if config.block_m >= 64:
         assert instructions["HGMMA"] and not instructions["HMMA"]
-    elif kind == "half":
-        assert instructions["HGMMA"] or instructions["HMMA"]
     else:
-        assert instructions["FFMA"] and not instructions["HGMMA"]
+        assert instructions["HGMMA"] or instructions["HMMA"]
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")

@@ -13,7 +13,6 @@ import fusewise
 from fusewise._shared import build
 from fusewise.ops.gated_linear import _host as gated_host
 from fusewise.ops.gated_linear import _onednn, _op
-from fusewise.ops.gated_linear._chunks import FEW_ROWS
 from fusewise.ops.rope import _host as rope_host
 
 from ..code.stage import Stage
@@ -166,8 +165,8 @@ class _Gated(Ours):
             raise Unsupported(why)
         if self.save == "input" and problem.task.pass_ == "fwd":
             raise Unsupported("without gradients nothing is saved: see fusewise-" + self.impl)
-        by_library = gated.dtype == torch.float32 and gated.case.rows > FEW_ROWS and not gated.tf32
-        form = "unfused" if self.impl == "triton" and by_library else self.form
+        by_library = self.impl == "triton" and gated.dtype == torch.float32
+        form = "unfused" if by_library else self.form
         if self.save == "input":
             form = f"{form}-recompute"
         return Run(lambda *xs: gated.operation(*xs, save=self.save, impl=self.impl), form=form)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fusewise.ops.gated_linear._chunks import FEW_ROWS, chunk_bytes, gpu_rows_of
+from fusewise.ops.gated_linear._chunks import chunk_bytes, gpu_rows_of
 from fusewise.ops.gated_linear.api import gated_mlp
 from fusewise.ops.gated_linear.cases import GatedCase, case
 
@@ -104,7 +104,7 @@ class MlpCase:
             most += chunk_bytes(self.unit.rows, self.unit.hidden * size)
         if "dw" in form:
             last += self.unit.apart_bytes(dtype)
-        if form.partition("-")[0] in ("fused", "unfused") and size == 4 and self.unit.rows > FEW_ROWS:
+        if form.partition("-")[0] in ("fused", "unfused") and size == 4:
             most += min(self.unit.rows, gpu_rows_of(self.unit.rows)) * self.unit.hidden * size
         return max(forward, most, last)
 

@@ -1,7 +1,7 @@
 """`impl="triton"` of the gated linear unit: configurations, arguments and launch of the GEMM kernels in `_triton_kernel.py`.
 
-Elementwise kernels are launched by `_triton_gate.py`. float32 products of more than 64 rows go to the platform's BLAS,
-with the gate as a separate kernel (`_chunks.py`).
+Elementwise kernels are launched by `_triton_gate.py`. float32 products go to the platform's BLAS, with the gate as a separate
+kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..._shared.gpu import processors_of, tf32_allowed
+from ..._shared.gpu import processors_of
 from ..._shared.triton_launch import INTERPRETED
 from ..._shared.triton_launch import unavailable as unavailable
 from .._tuned import Key, Tuned
@@ -43,9 +43,6 @@ from ._triton_gate import copy_into as copy_into  # of the interface
 from ._triton_gate import gate_gradient_into as gate_gradient_into
 from ._triton_kernel import down_gradient_kernel, gated_linear_kernel
 
-TF32_ROWS = (
-    16  # up to which float32 is computed without tensor cores though they are allowed: reading the weight dominates
-)
 SHARED = 216 << 10  # bytes of shared memory available to a pipeline on the largest device
 
 
@@ -63,9 +60,8 @@ class Config:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(rows: int, hidden: int, kind: str, processors: int, *, epilogue: str, tma: bool = True) -> Config:
-    """Heuristic configuration of the GEMM kernels for a shape and device. `kind` is "half" for 16-bit operands or "float32",
-    of few rows (see `by_library`).
+def choose(rows: int, hidden: int, processors: int, *, epilogue: str, tma: bool = True) -> Config:
+    """Heuristic configuration of the GEMM kernels for a shape and device.
 
     Up to 64 rows, reading the weight dominates: narrow tiles, so that every SM streams its share. Above, the tile with
     the least estimated time (see `_waves`).
@@ -73,7 +69,7 @@ def choose(rows: int, hidden: int, kind: str, processors: int, *, epilogue: str,
     if rows <= 64:
         block_m = max(16, triton.next_power_of_2(rows))
         block_f = 32 if hidden >= 2 * 32 * processors and block_m < 64 else 16
-        return Config(block_m, block_f, {"half": 128, "float32": 32}[kind], 4, 4, group_m=1)
+        return Config(block_m, block_f, 128, 4, 4, group_m=1)
     candidates = [Config(128, 64, 64, 8, 4), Config(64, 64, 64, 4, 4)]
     if tma:
         candidates.append(Config(128, 128, 64, 8, 4 if epilogue == "y" else 3, split=True))
@@ -89,17 +85,15 @@ def _waves(config: Config, rows: int, hidden: int, processors: int) -> float:
     return float(triton.cdiv(tiles, processors) * config.block_m * config.block_f * (1 + 32 * reads))
 
 
-def configurations(rows: int, hidden: int, kind: str, processors: int, *, epilogue: str, tma: bool) -> list[Config]:
+def configurations(rows: int, hidden: int, processors: int, *, epilogue: str, tma: bool) -> list[Config]:
     """Search space of `fusewise tune` for a GEMM kernel, the heuristic's choice first."""
-    chosen = choose(rows, hidden, kind, processors, epilogue=epilogue, tma=tma)
+    chosen = choose(rows, hidden, processors, epilogue=epilogue, tma=tma)
     if rows <= 64:
-        deep = {"half": (64, 128, 256), "float32": (16, 32, 64)}[kind]
         few = [
             Config(chosen.block_m, f, d, 4, s, group_m=1)
-            for f, d, s in itertools.product((16, 32, 64), deep, (3, 4, 5))
+            for f, d, s in itertools.product((16, 32, 64), (64, 128, 256), (3, 4, 5))
         ]
-        most = SHARED // (2 if kind == "half" else 4)
-        others = [c for c in few if c.num_stages * (c.block_m + 2 * c.block_f) * c.block_d <= most]
+        others = [c for c in few if c.num_stages * (c.block_m + 2 * c.block_f) * c.block_d * 2 <= SHARED]
     else:
         tiles = itertools.product(
             ((128, 128, 8), (128, 64, 8), (64, 128, 4), (64, 64, 4), (256, 64, 8)), (3, 4), (4, 8, 16)
@@ -109,14 +103,12 @@ def configurations(rows: int, hidden: int, kind: str, processors: int, *, epilog
 
 
 def _space(key: Key, device: int) -> list[Any]:
-    kind, _, moved = key.way.partition(", ")
     if key.kernel == "gate":
         return gate_configurations(key.rows, key.hidden, processors_of(device), sums=key.way == "sums")
-    if key.kernel not in ("y", "preact", "gradient", "down") or kind not in ("half", "float32"):
+    known = key.kernel in ("y", "preact", "gradient", "down") and key.way in ("tma", "pointers")
+    if not known or key.dtype == torch.float32:  # whose products are the library's
         return []
-    if kind != "half" and key.rows > chunks.FEW_ROWS:
-        return []
-    return configurations(key.rows, key.hidden, kind, processors_of(device), epilogue=key.kernel, tma=moved == "tma")
+    return configurations(key.rows, key.hidden, processors_of(device), epilogue=key.kernel, tma=key.way == "tma")
 
 
 TUNED: Tuned[Any] = Tuned(
@@ -161,11 +153,6 @@ def _moved(x: Tensor, halves: Halves) -> str:
 def _copies(x: Tensor) -> bool:
     """Whether operands that TMA does not support are copied: with fewer rows, reading the weight dominates."""
     return x.shape[0] >= ROWS
-
-
-def kind(x: Tensor) -> str:
-    """The operands of products."""
-    return "float32" if x.dtype == torch.float32 else "half"
 
 
 def _programs(config: Config, rows: int, hidden: int, processors: int) -> tuple[int, tuple[int, int]]:
@@ -228,13 +215,13 @@ def _start(kernel: Any, grid: int, config: Config, arguments: dict[str, Any], de
 
 def product_key(epilogue: str, x: Tensor, hidden: int, tma: bool) -> Key:
     """Lookup key of a tuned configuration of a GEMM kernel; x (rows, inner)."""
-    return Key(epilogue, x.dtype, f"{kind(x)}, {'tma' if tma else 'pointers'}", x.shape[0], x.shape[1], hidden)
+    return Key(epilogue, x.dtype, "tma" if tma else "pointers", x.shape[0], x.shape[1], hidden)
 
 
 def _configure(epilogue: str, x: Tensor, hidden: int, tma: bool) -> Config:
     device = x.get_device()
     found: Config | None = TUNED.find(device, product_key(epilogue, x, hidden, tma))
-    return found or choose(x.shape[0], hidden, kind(x), processors_of(device), epilogue=epilogue, tma=tma)
+    return found or choose(x.shape[0], hidden, processors_of(device), epilogue=epilogue, tma=tma)
 
 
 def _linear(
@@ -261,10 +248,9 @@ def _linear(
 
 
 def by_library(x: Tensor) -> bool:
-    """Whether BLAS computes the products: float32 with more than 64 rows. The fused kernel, without tensor cores, took 3.6
-    times as long on an H200. If they may compute in tf32, with more than 16: those of the library round their operands to
-    tf32, those of Triton's kernels cut bits off."""
-    return x.dtype == torch.float32 and x.shape[0] > (TF32_ROWS if tf32_allowed() else chunks.FEW_ROWS)
+    """Whether BLAS computes the products: in float32. Without tensor cores the fused kernel took 3.6 times as long on an H200,
+    7 times with a single row; in tf32, for which they are, Triton cuts off the bits that the library rounds."""
+    return x.dtype == torch.float32
 
 
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:

@@ -22,7 +22,6 @@ from torch import Tensor
 from .._cases import DTYPES
 from .._tuned import Job, Tuned, Watch
 from . import _op, reference
-from ._chunks import FEW_ROWS
 from ._problem import Halves, Spec, new_preact, split_preact
 from .cases import GatedCase, case
 
@@ -60,7 +59,7 @@ def unavailable(device: torch.device) -> list[str]:
 
 def check(name: str | None, shape: Sequence[int] | None, dtypes: Sequence[str], kernels: Sequence[str]) -> None:
     """Raise ValueError for an unknown case, shape, dtype or kernel."""
-    _case(name, shape, "")
+    _case(name, shape)
     for kernel in kernels:
         if kernel not in KERNELS:
             raise ValueError(f"tune: epilogue must be one of {', '.join(KERNELS)}, got {kernel!r}; choose one")
@@ -75,22 +74,22 @@ def jobs(
 ) -> Iterator[Job]:  # fmt: skip
     """Jobs for the kernels of one case, or of a `shape` (rows, features, hidden features), created lazily.
 
-    Without `kernels`, all that have configurations; without `dtypes`, those of the case (for a shape: bf16, or fp32 on
-    a CPU); without `impl`, the one that serves a call, on a CPU Triton's interpreter.
+    Without `kernels`, all that have configurations; without `dtypes`, those of the case (for a shape: bf16);
+    without `impl`, the one that serves a call, on a CPU Triton's interpreter.
 
     Raises:
         ValueError: as `check`, or the implementation cannot serve a job.
     """
     check(name, shape, dtypes, kernels)
-    found = _case(name, shape, device.type)
+    found = _case(name, shape)
     for dtype in dtypes or found.dtypes:
-        library = dtype == "fp32" and found.rows > FEW_ROWS  # BLAS computes the products
+        library = dtype == "fp32"  # BLAS computes the products
         there = {"gate"} if library else {kernel for kernel in KERNELS if kernel != "down" or found.out}
         for kernel in kernels or [kernel for kernel in KERNELS if kernel in there]:
             if library and kernel != "gate":
                 raise ValueError(
-                    f"tune: kernel must be gate in fp32 from {FEW_ROWS + 1} rows on, where products are the platform's "
-                    f"library's, got {kernel!r} and {found.rows} rows; leave it out or take another dtype"
+                    f"tune: kernel must be gate in fp32, whose products are the platform's library's, got {kernel!r}; "
+                    "leave it out or take another dtype"
                 )
             job = _job(found, dtype, kernel, device, impl or ("triton" if device.type == "cpu" else "auto"))
             if not isinstance(job, str):
@@ -102,14 +101,15 @@ def jobs(
                 )
 
 
-def _case(name: str | None, shape: Sequence[int] | None, device_type: str) -> GatedCase:
+def _case(name: str | None, shape: Sequence[int] | None) -> GatedCase:
     if name is not None:
         return case(name)
     if shape is None or len(shape) != 3 or min(shape) < 1:
         raise ValueError(f"tune: shape must be three positive numbers, {SHAPE}, got {shape}; give all three")
     rows, features, hidden = shape
-    own = "fp32" if device_type == "cpu" else "bf16"
-    return GatedCase(name="shape", rows=rows, features=features, hidden=hidden, bias=True, out=features, dtypes=(own,))
+    return GatedCase(
+        name="shape", rows=rows, features=features, hidden=hidden, bias=True, out=features, dtypes=("bf16",)
+    )
 
 
 def _job(found: GatedCase, dtype: str, kernel: str, device: torch.device, impl: str) -> Job | str:

@@ -22,6 +22,7 @@ namespace {
 constexpr int ROWS = 128, FEATURES = 128;  // of a tile
 constexpr int THREADS = 256, MINE = 8;     // a thread's rows, and its features of each half
 constexpr int DEEP = 16, STAGES = 4;       // columns of a stage
+constexpr int GROUPS = 4;                  // of the copies of a stage
 constexpr int COPIED = 8, SPARE = 32 / COPIED, COPIES = DEEP / COPIED;  // columns that neighbouring threads copy; of a row by a thread
 constexpr int GROUP = 8;                                               // rows of tiles visited together, so that weights stay in L2
 constexpr uint32_t X_STEP = 4 * (ROWS + SPARE), W_STEP = 4 * (2 * FEATURES + SPARE);  // bytes of a column of x and of both weights
@@ -136,9 +137,11 @@ __global__ void __launch_bounds__(THREADS, 1) unit_kernel(const __grid_constant_
       each<2 * MINE>([&](auto feature) {
         constexpr int f = feature.value;
         if constexpr (f < 6) read(at ^ 1, feature, x_from + ahead + from * X_STEP, w_from + ahead + from * W_STEP);
-        // In two groups per stage: the compiler puts three useless reads before each.
-        if constexpr (k % (DEEP / 2) == DEEP / 4 && f == MINE)
-          each<EACH / 2>([&](auto which) { copy(filled, std::integral_constant<int, which.value + k / (DEEP / 2) * EACH / 2>{}); });
+        // In four groups per stage: the compiler puts three useless reads before each, and many copies at once stall.
+        if constexpr (k % (DEEP / GROUPS) == DEEP / GROUPS / 2 && f == 2)
+          each<EACH / GROUPS>([&](auto which) {
+            copy(filled, std::integral_constant<int, which.value + k / (DEEP / GROUPS) * (EACH / GROUPS)>{});
+          });
 #pragma unroll
         for (int i = 0; i < MINE; ++i) {
           const int r = f % 2 ? MINE - 1 - i : i;  // there and back, so that an operand is reused from one product to the next
