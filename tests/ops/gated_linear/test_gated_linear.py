@@ -272,6 +272,26 @@ def test_the_peak_of_large_problems(layout: Any, monkeypatch: pytest.MonkeyPatch
     assert grown is not None and grown.peak == pytest.approx(3 * y + of_x + half, rel=0.02)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="elsewhere products may take memory of their own")
+def test_the_peak_of_large_problems_with_two_large_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside dx: y, both pre-activations and one dW; or without the first pre-activation, both."""
+    monkeypatch.setattr(_autograd, "LARGE_BYTES", 0)
+    monkeypatch.setattr(_onednn, "there", lambda: False)
+    rows, features, hidden = 512, 1024, 2048
+    x, weight, _, dy = make(rows, features, hidden, torch.float32)
+    leaves = tuple(t.clone().requires_grad_() for t in (x, *weight.chunk(2)))
+
+    def step() -> Any:
+        y = gated_linear(leaves[0], leaves[1], w_gate=leaves[2], activation="silu")
+        return y, torch.autograd.grad(y, leaves, dy)
+
+    step()  # builds kernels
+    _, grown = growth(step, torch.device(DEVICE))
+    y, of_x, of_weight = rows * hidden * 4, rows * features * 4, hidden * features * 4
+    expected = of_x + max(3 * y + of_weight, 2 * y + 2 * of_weight)
+    assert grown is not None and grown.peak == pytest.approx(expected, rel=0.02)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_geglu_linear_is_gated_linear_with_a_gelu(impl: str) -> None:
     x, weight, bias, _ = make(9, 24, 16, torch.float32)

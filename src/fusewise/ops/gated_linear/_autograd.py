@@ -63,9 +63,13 @@ def large(x_MD: Tensor, hidden: int) -> bool:
     return 2 * x_MD.shape[0] * hidden * x_MD.element_size() >= LARGE_BYTES
 
 
-def keeps_apart(x_MD: Tensor, hidden: int) -> bool:
-    """Whether aligned pre-activations are kept as two tensors."""
-    return large(x_MD, hidden) and x_MD.shape[0] >= x_MD.shape[1] and not (x_MD.is_cuda and x_MD.element_size() == 4)
+def keeps_apart(x_MD: Tensor, hidden: int, separate: bool) -> bool:
+    """Whether aligned pre-activations are kept as two tensors. For two weights that costs nothing: each has its own products.
+    For one, dW is allocated while du is still there, which takes more memory than it saves if x has fewer rows than features."""
+    if not large(x_MD, hidden):
+        return False
+    on_gpu_in_float32 = x_MD.is_cuda and x_MD.element_size() == 4
+    return separate or (x_MD.shape[0] >= x_MD.shape[1] and not on_gpu_in_float32)
 
 
 def unaligned(x_MD: Tensor, columns: int) -> bool:
@@ -154,7 +158,7 @@ class GatedLinear(torch.autograd.Function):
         saved: Sequence[Tensor] = ()
         if save == "input":
             y = _op.op_gated_linear(x_MD, *weights, text, impl)
-        elif unaligned(x_MD, hidden) or keeps_apart(x_MD, hidden):
+        elif unaligned(x_MD, hidden) or keeps_apart(x_MD, hidden, weights[1] is not None):
             saved = two_matrices(x_MD, hidden)
             y = _op.op_gated_linear_preact_into(x_MD, *weights, text, impl, *[part[:, :hidden] for part in saved])
         else:

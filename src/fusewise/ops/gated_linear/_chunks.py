@@ -1,5 +1,4 @@
-"""Unfused path: BLAS products and a separate gate, chunk by chunk of rows. Used on a CPU, and for float32 on a GPU, as a
-single chunk.
+"""Unfused path: BLAS products and a separate gate, chunk by chunk of rows. Used on a CPU; a GPU uses `products` in float32.
 
 A CPU's chunks are small enough that the gate finds their pre-activations in cache. In inference the value's pre-activations
 are written to y itself and the gate's to one scratch chunk; with oneDNN (`_onednn.py`) both get chunks of their own. If

@@ -137,11 +137,11 @@ def path(x: Tensor, halves: Halves) -> str:
 
 def _moved(x: Tensor, halves: Halves) -> str:
     operands = {"x": x, "the value's weight": halves.value, "the gate's weight": halves.gate}
-    odd = [name for name, matrix in operands.items() if not describable(matrix)]
-    copies = f"copies of {' and '.join(odd)}, " if odd and _copies(x) else ""
+    unaligned = [name for name, matrix in operands.items() if not describable(matrix)]
+    copies = f"copies of {' and '.join(unaligned)}, " if unaligned and _copies(x) else ""
     if not _has_tma(x.get_device()):
         return f"{copies}through pointers: the device has no TMA"
-    lacking = [] if copies else odd
+    lacking = [] if copies else unaligned
     if (hidden := halves.value.shape[0]) * x.element_size() % 16:
         lacking.append(f"y (F = {hidden})")
     needs = "TMA needs starts and rows aligned to 16 bytes"
