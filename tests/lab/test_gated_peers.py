@@ -198,6 +198,6 @@ def test_what_ours_cannot_serve_is_told_before_it_runs(provider, monkeypatch):
     monkeypatch.setattr(_op.choice, "unavailable", lambda impl, device_type, dtype: f"{impl} is for another GPU")
     with pytest.raises(Unsupported, match=f"{provider.impl} is for another GPU"):
         provider().build(problem)
-    if provider is not ours.GatedTriton:
+    if provider is ours.GatedGluon:
         with pytest.raises(Unsupported, match="takes bfloat16, float16 only"):
             provider().build(target.GatedProblem(Task("geglu", "geglu", "fp32", "fwd", "cpu", 0)))
