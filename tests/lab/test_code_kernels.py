@@ -15,7 +15,7 @@ from fusewise.lab.code import ours, passes, triton_kernels
 from fusewise.lab.code.stage import Stage
 from fusewise.lab.problem import Task
 from fusewise.lab.providers.ours import GatedCuda
-from fusewise.ops.gated_linear import _cuda
+from fusewise.ops.gated_linear import _autograd, _cuda, _onednn
 
 SOURCE = Path(fusewise.__file__).parents[1]
 
@@ -208,6 +208,16 @@ def test_what_gluon_computes_in_less_time_is_in_the_ledger_as_its() -> None:
     problem = targets.problem_for(Task("geglu", "quick-square", "bf16", "fwd+bwd", "cpu", 0))
     forward, gradient, *_ = GatedCuda().traffic(problem.compact(), "sm_90")
     assert "preact" in forward.name and forward.name.endswith("gluon") and gradient.name == "gated_linear (cuda)"
+
+
+def test_the_ledger_of_float32_has_the_products_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large problem and on a CPU with oneDNN, too: pre-activations are one tensor, and torch multiplies."""
+    monkeypatch.setattr(_autograd, "LARGE_BYTES", 0)
+    monkeypatch.setattr(_onednn, "there", lambda: True)
+    problem = targets.problem_for(Task("geglu", "quick-square", "fp32", "fwd+bwd", "cpu", 0))
+    names = [kernel.name for kernel in GatedCuda().traffic(problem.compact(), "sm_90")]
+    gradients = ["gate_gradient_kernel", "aten.sum.IntList_out", "aten.mm.default", "aten.mm.default"]
+    assert names == ["gated_linear (cuda)", *gradients]
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump on this machine")

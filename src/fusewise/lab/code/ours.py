@@ -22,6 +22,7 @@ import fusewise
 from fusewise._shared import build, host
 from fusewise._shared.cuda import PARTS
 from fusewise.ops._choice import Choice
+from fusewise.ops.gated_linear import _onednn, _products
 from fusewise.ops.gated_linear._cuda.tiles import SIDEWAYS, STREAM_COLUMNS, width_of_stream
 
 from ..ledger import Kernel, extent
@@ -126,6 +127,10 @@ def _serving_any_device(problem: Problem, impl: str, target: str) -> Iterator[No
         if hasattr(module, "_has_tma"):
             has_tma = triton_kernels.capability(target) >= 90
             stack.enter_context(mock.patch.object(module, "_has_tma", return_value=has_tma))
+        if FOLDERS[problem.op] == "gated_linear" and impl != "cpu":  # whose products differ from a CPU's
+            devices = {*_products.DEVICES, problem.device.type}
+            stack.enter_context(mock.patch.object(_products, "DEVICES", tuple(devices)))
+            stack.enter_context(mock.patch.object(_onednn, "there", return_value=False))
         _choose_anew(problem)
         yield
     _choose_anew(problem)

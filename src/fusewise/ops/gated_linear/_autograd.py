@@ -68,7 +68,7 @@ def keeps_apart(x_MD: Tensor, hidden: int, separate: bool) -> bool:
     For one, dW is allocated while du is still there, which takes more memory than it saves if x has fewer rows than features."""
     if not large(x_MD, hidden):
         return False
-    on_gpu_in_float32 = x_MD.is_cuda and x_MD.element_size() == 4
+    on_gpu_in_float32 = x_MD.device.type in _products.DEVICES and x_MD.element_size() == 4
     return separate or (x_MD.shape[0] >= x_MD.shape[1] and not on_gpu_in_float32)
 
 
