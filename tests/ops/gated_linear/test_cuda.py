@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -273,9 +274,10 @@ def test_float32_is_taken_where_the_library_takes_longer(monkeypatch: pytest.Mon
     assert refused(x[:8], weight, by_choice=False) is None and refused(x, weight, hidden=8192) is None
     assert "left to triton" in str(refused(x, weight, x, hidden=8192))  # a gradient
     assert "left to triton" in str(_cuda.refuses(8192, (x,), "silu", by_choice=True))
-    far = torch.empty((1 << 23) + 1).as_strided((2, 1), (1 << 23, 1))
-    for by_choice in (True, False):
-        assert "8388608 elements apart" in str(_cuda.refuses(8192, (x, far, far), "silu", by_choice=by_choice))
+    far = torch.empty(1, device="meta").as_strided((200, 1), (1 << 23, 1))
+    for by_choice, rows in itertools.product((True, False), (128, 129)):
+        assert "8388608 elements apart" in str(_cuda.refuses(8192, (x, far[:rows], x), "silu", by_choice=by_choice))
+    assert _cuda.refuses(8192, (far[:127], far[:1], far[:1]), "silu", by_choice=False) is None
     monkeypatch.setattr(_cuda.float32, "tf32_allowed", lambda: True)
     assert "tf32 is allowed" in str(told(8192)) and refused(x, weight, by_choice=False) is None
 

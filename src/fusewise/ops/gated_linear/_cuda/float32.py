@@ -10,14 +10,14 @@ from .._chunks import FEW_ROWS
 
 OTHERWISE = "triton"
 TILE = 128  # rows, and features of each half, as in float32.cu
-#: Row strides from which 128 rows are not within 4 GiB: the kernel's offsets are 32 bits.
+#: Row strides from which the rows of a tile may not be within 4 GiB: the kernel's offsets are 32 bits. Fewer rows may be further apart.
 MOST_STRIDE = 1 << 23
 
 
 def refuses(hidden: int, matrices: tuple[Tensor, ...], *, by_choice: bool) -> str | None:
     """As in `_cuda`, but for whether the kernel is there."""
     x = matrices[0]
-    if any(matrix.stride(0) >= MOST_STRIDE for matrix in matrices):
+    if any((min(matrix.shape[0], TILE) - 1) * matrix.stride(0) >= (TILE - 1) * MOST_STRIDE for matrix in matrices):
         return f"rows must be less than {MOST_STRIDE} elements apart"
     if not by_choice:
         return None
