@@ -190,6 +190,19 @@ def test_in_tf32_the_library_gets_aligned_matrices(
     assert seen and all(map(describable, seen))
 
 
+@pytest.mark.parametrize(("given", "most"), [(True, 1), (False, 2)])
+def test_of_products_that_are_copied_one_is_there_at_a_time(
+    given: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_triton, "pads", lambda _: True)
+    rows, features, hidden = 256, 8, 511
+    x, halves = torch.randn(rows, features), Halves.of(SPEC, torch.randn(2 * hidden, features))
+    preact = new_preact(x, hidden, SPEC) if given else None
+    _, grown = memory.growth(lambda: _triton._by_library(x, halves, SPEC, preact), torch.device("cpu"))
+    part, weight = rows * (hidden + 1) * 4, (hidden + 1) * 64 * 4
+    assert grown is not None and grown.peak == most * part + weight
+
+
 def _watch_matmuls(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Operands and results of the Triton implementation's matmuls by the library, as far as their rows are contiguous."""
     seen: list[Tensor] = []

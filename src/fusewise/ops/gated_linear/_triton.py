@@ -272,14 +272,13 @@ def _by_library(x: Tensor, halves: Halves, spec: Spec, preact: Preact | None) ->
     x = padded(x)
     features, outputs = x.shape[1], hidden + -hidden % COLUMN_MULTIPLE
     found = []
-    for weight, bias in ((halves.value, halves.value_bias), (halves.gate, halves.gate_bias)):
+    for i, (weight, bias) in enumerate(((halves.value, halves.value_bias), (halves.gate, halves.gate_bias))):
         part = torch.mm(x, copy_to(weight, aligned_buffer(x, outputs, features)).mT)[:, :hidden]
-        found.append(part if bias is None else part.add_(bias))
-    if preact is None:
-        return found[0], found[1]
-    for to, part in zip(split_preact(preact, spec), found, strict=True):
-        to.copy_(part)
-    return split_preact(preact, spec)
+        if bias is not None:
+            part.add_(bias)
+        found.append(part if preact is None else parts[i].copy_(part))
+        del part  # else it would still be there beside the next one
+    return found[0], found[1]
 
 
 def recompute_gradient(
