@@ -278,6 +278,10 @@ def test_float32_is_taken_where_the_library_takes_longer(monkeypatch: pytest.Mon
     for by_choice, rows in itertools.product((True, False), (128, 129)):
         assert "8388608 elements apart" in str(_cuda.refuses(8192, (x, far[:rows], x), "silu", by_choice=by_choice))
     assert _cuda.refuses(8192, (far[:127], far[:1], far[:1]), "silu", by_choice=False) is None
+    monkeypatch.setattr(_cuda, "_gluon_is_there", lambda: True)
+    wide = torch.empty(1024, 2048)
+    assert _cuda._config("y", wide.bfloat16(), 8192).tiles == "gluon"  # none of whose tiles takes float32
+    assert _cuda.refuses(8192, (wide, wide, wide), "silu", by_choice=True, alone=True) is None
     monkeypatch.setattr(_cuda.float32, "tf32_allowed", lambda: True)
     assert "tf32 is allowed" in str(told(8192)) and refused(x, weight, by_choice=False) is None
 
@@ -293,11 +297,17 @@ def test_float32_is_taken_where_the_library_takes_longer(monkeypatch: pytest.Mon
         (300, 3072, 9216, False),  # 84 rows of our last tiles are empty
         (1024, 640, 2560, False),  # 160 tiles, two waves
         (256, 2048, 8192, True),
+        (128, 128, 9216, False),  # beginning and end take 27 % of the time
         (1, 1, 1, False),
     ],
 )
 def test_float32_pays_by_waves(rows: int, features: int, hidden: int, expected: bool) -> None:
     assert _cuda.float32.pays(rows, hidden, features, 132) is expected
+
+
+def test_the_host_fast_path_leaves_float32_to_python() -> None:
+    x = torch.empty(8192, 8)
+    assert _cuda.launcher(x, 8192, "silu") == (0, 0, 0, 0)
 
 
 def test_float32_has_nothing_to_tune() -> None:
