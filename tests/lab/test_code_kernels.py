@@ -14,8 +14,8 @@ from fusewise.lab import plugin, targets
 from fusewise.lab.code import ours, passes, triton_kernels
 from fusewise.lab.code.stage import Stage
 from fusewise.lab.problem import Task
-from fusewise.lab.providers.ours import GatedCuda
-from fusewise.ops.gated_linear import _autograd, _cuda, _onednn
+from fusewise.lab.providers.ours import GatedCuda, GatedTriton
+from fusewise.ops.gated_linear import _autograd, _cuda, _onednn, _products
 
 SOURCE = Path(fusewise.__file__).parents[1]
 
@@ -218,6 +218,15 @@ def test_the_ledger_of_float32_has_the_products_of_a_gpu(monkeypatch: pytest.Mon
     names = [kernel.name for kernel in GatedCuda().traffic(problem.compact(), "sm_90")]
     gradients = ["gate_gradient_kernel", "aten.sum.IntList_out", "aten.mm.default", "aten.mm.default"]
     assert names == ["gated_linear (cuda)", *gradients]
+
+
+def test_a_ledger_leaves_nothing_for_later_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What copies matrices is chosen for the ledger, too, and anew for a call on a CPU."""
+    monkeypatch.setattr(_autograd, "LARGE_BYTES", 0)
+    there = _products._choice.unavailable("triton", "cpu", torch.bfloat16)
+    problem = targets.problem_for(Task("geglu", "quick-square", "bf16", "fwd+bwd", "cpu", 0))
+    assert "copy_kernel" in [kernel.name for kernel in GatedTriton().traffic(problem.compact(), "sm_90")]
+    assert _products._choice.unavailable("triton", "cpu", torch.bfloat16) == there
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump on this machine")

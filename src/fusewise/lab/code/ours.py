@@ -8,6 +8,7 @@ import inspect
 import math
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -144,13 +145,14 @@ class _Forgetful(dict[Any, Any]):
 
 
 def _choose_anew(problem: Problem) -> None:
-    """Clear the cached choice of implementation per kind of tensors."""
-    operation = importlib.import_module(f"fusewise.ops.{FOLDERS[problem.op]}._op")
-    for choice in vars(operation).values():
-        if isinstance(choice, Choice):
-            for answer in vars(choice).values():
-                if hasattr(answer, "cache_clear"):
-                    answer.cache_clear()
+    """Clear the cached choices of implementation per kind of tensors: the operation's, and those of its parts."""
+    folder = f"fusewise.ops.{FOLDERS[problem.op]}."
+    for module in [module for name, module in sys.modules.items() if name.startswith(folder)]:
+        for choice in vars(module).values():
+            if isinstance(choice, Choice):
+                for answer in vars(choice).values():
+                    if hasattr(answer, "cache_clear"):
+                        answer.cache_clear()
 
 
 def triton_stages(problem: Problem, run: Run, impl: str, target: str) -> list[Stage]:
