@@ -305,6 +305,25 @@ def test_float32_pays_by_waves(rows: int, features: int, hidden: int, expected: 
     assert _cuda.float32.pays(rows, hidden, features, 132) is expected
 
 
+@pytest.mark.parametrize("dtype", _cuda.DTYPES)
+def test_a_library_has_the_function_that_is_looked_up(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "Library", lambda recipe, name: (recipe[1][0].read_text(), name))
+    text, name = _cuda._kernel.__wrapped__(dtype, "silu")  # type: ignore[misc]
+    assert f"int {name}(const Plan*" in text and f"int {name}_probe()" in text
+
+
+@pytest.mark.parametrize("dtype", _cuda.DTYPES)
+def test_a_library_of_any_dtype_serves_without_nvcc(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((cuda, "no_gpu"), (cuda, "not_hopper")):
+        monkeypatch.setattr(module, name, lambda _: None)
+    monkeypatch.setattr(build, "nvcc", lambda: SimpleNamespace(missing="no nvcc"))
+    there = _cuda.recipe(dtype, "silu")[::3]
+    monkeypatch.setattr(build, "built", lambda *recipe: recipe[::3] == there)
+    assert _cuda.unavailable("cuda") is None
+    monkeypatch.setattr(build, "built", lambda *_: False)
+    assert _cuda.unavailable("cuda") == "no nvcc"
+
+
 def test_the_host_fast_path_leaves_float32_to_python() -> None:
     x = torch.empty(8192, 8)
     assert _cuda.launcher(x, 8192, "silu") == (0, 0, 0, 0)
