@@ -190,6 +190,28 @@ def test_in_tf32_the_library_gets_aligned_matrices(
     assert seen and all(map(describable, seen))
 
 
+@pytest.mark.parametrize("unaligned", ["x", "value", "gate", "preact"])
+def test_in_tf32_views_of_unaligned_matrices_are_copied(unaligned: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def matrix(name: str, rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns + (name == unaligned))[:, :columns]
+
+    seen = _watch_matmuls(monkeypatch)
+    monkeypatch.setattr(_triton, "pads", lambda _: True)
+    x, halves = matrix("x", 24, 40), Halves(matrix("value", 72, 40), matrix("gate", 72, 40), None, None)
+    preact = matrix("preact", 24, 72), torch.empty(24, 72)
+    for mine, weight in zip(_triton._by_library(x, halves, SPEC, preact), halves[:2], strict=True):
+        torch.testing.assert_close(mine, x @ weight.mT, rtol=1e-4, atol=1e-4)
+    assert len(seen) == 6 and all(map(describable, seen))
+
+
+def test_without_tf32_the_library_gets_the_matrices_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    for copies in ("padded", "copy_to"):
+        monkeypatch.setattr(_triton, copies, None)
+    x, halves = torch.randn(600, 41), Halves.of(SPEC, torch.randn(142, 41), None, torch.randn(142))
+    for mine, weight, bias in zip(_triton._by_library(x, halves, SPEC, None), halves[:2], halves[2:], strict=True):
+        torch.testing.assert_close(mine, x @ weight.mT + bias, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("given", "most"), [(True, 1), (False, 2)])
 def test_of_products_that_are_copied_one_is_there_at_a_time(
     given: bool, most: int, monkeypatch: pytest.MonkeyPatch
@@ -225,6 +247,23 @@ def _watch_matmuls(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     for module in (_triton, _triton.chunks):
         monkeypatch.setattr(module, "torch", Watched())
     return seen
+
+
+@pytest.mark.parametrize("unaligned", ["x_ptr", "w_value_ptr", "w_gate_ptr"])
+def test_from_512_rows_on_unaligned_operands_are_copied(unaligned: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr(_triton, "_has_tma", lambda _: True)
+    monkeypatch.setattr(_triton, "_start", lambda kernel, grid, config, arguments, device: started.append(arguments))
+    for rows in (511, 512):
+        sizes = {"x_ptr": rows, "w_value_ptr": 64, "w_gate_ptr": 64}
+        of = {name: torch.randn(n, 40 + (name == unaligned)).bfloat16()[:, :40] for name, n in sizes.items()}
+        halves = Halves(of["w_value_ptr"], of["w_gate_ptr"], None, None)
+        _triton.forward(of["x_ptr"], halves, SPEC, empty(rows, 64, dtype=torch.bfloat16), None)
+        assert started[-1]["TMA"] is (rows == 512)
+        for name, matrix in of.items():
+            given = started[-1][name]
+            assert rows == 511 or torch.equal(given.base, matrix)
+    assert len(started) == 2
 
 
 def test_float32_is_left_to_the_library() -> None:
