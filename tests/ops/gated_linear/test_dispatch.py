@@ -74,6 +74,7 @@ def test_the_way_through_triton_is_named_with_its_reason(monkeypatch: pytest.Mon
     x, weight, wide = X.half(), WEIGHT.half(), torch.randn(32, 19).half()
     aligned = told(x, weight)
     assert aligned.path.startswith("by TMA") and f"\n  {aligned.path}\n" in str(aligned)
+    assert told(x, weight[:16]).path.startswith("by TMA")  # rows of y of just 16 bytes
     odd, odd_y = torch.randn(512, 17).half(), torch.randn(24, 16).half()  # 12 features out
     for call, lacking in (
         ((odd[:3], wide[:, :17]), "x and the value's weight and the gate's weight"),
