@@ -254,6 +254,8 @@ def test_its_state_changes_when_an_answer_may(source: Path) -> None:
 triton = pytest.importorskip("triton")
 
 from fusewise.ops.gated_linear import _gluon, _triton  # noqa: E402
+from fusewise.ops.gated_linear._gate_config import gate_key  # noqa: E402
+from fusewise.ops.gated_linear._problem import Spec  # noqa: E402
 
 
 @pytest.fixture
@@ -326,6 +328,27 @@ def test_a_call_takes_what_was_tuned_for_its_shape_alone(fresh: Any) -> None:
     ):  # fmt: skip
         chosen = _triton.choose(tensor.shape[0], hidden, 132, epilogue=epilogue, tma=tma)
         assert _triton._configure(epilogue, tensor, hidden, tma) == chosen
+
+
+@pytest.mark.parametrize("sums", [True, False])
+def test_a_gradient_takes_what_was_tuned_with_or_without_sums(
+    sums: bool, fresh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr(_triton, "start_gradient", lambda *arguments: started.append(arguments[3]))
+    dy, preact = torch.empty(65536, 64), torch.empty(65536, 128)
+
+    def run() -> Any:
+        _triton.gradient(dy, preact, preact, Spec("silu", "stacked"), torch.empty(2, 64) if sums else None)
+        return started.pop()
+
+    chosen, opposite = (_triton.choose_gate(65536, 64, 132, sums=way) for way in (sums, not sums))
+    key, other = (gate_key(torch.float32, 65536, 64, way) for way in (sums, not sums))
+    assert run() == chosen == _triton._space(key, -1)[0] != opposite
+    fresh.keep(-1, other, _triton._space(other, -1)[-1], FOUND)
+    assert run() == chosen
+    fresh.keep(-1, key, _triton._space(key, -1)[-1], FOUND)
+    assert run() == _triton._space(key, -1)[-1] != chosen
 
 
 @pytest.mark.interpreter
