@@ -255,7 +255,7 @@ triton = pytest.importorskip("triton")
 
 from fusewise.ops.gated_linear import _gluon, _triton  # noqa: E402
 from fusewise.ops.gated_linear._gate_config import gate_key  # noqa: E402
-from fusewise.ops.gated_linear._problem import Spec  # noqa: E402
+from fusewise.ops.gated_linear._problem import Halves, Spec  # noqa: E402
 
 
 @pytest.fixture
@@ -349,6 +349,18 @@ def test_a_gradient_takes_what_was_tuned_with_or_without_sums(
     assert run() == chosen
     fresh.keep(-1, key, _triton._space(key, -1)[-1], FOUND)
     assert run() == _triton._space(key, -1)[-1] != chosen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_way_through_triton_says_that_its_gradient_is_tuned(dtype: torch.dtype, bias: bool, fresh: Any) -> None:
+    x, weight = torch.empty(40, 32, dtype=dtype), torch.empty(128, 32, dtype=dtype)
+    halves = Halves.of(Spec("silu", "stacked"), weight, None, torch.empty(128, dtype=dtype) if bias else None)
+    key, other = (gate_key(dtype, 40, 64, sums) for sums in (bias, not bias))
+    fresh.keep(-1, other, _triton._space(other, -1)[-1], FOUND)
+    assert "tuned" not in _triton.path(x, halves)
+    fresh.keep(-1, key, _triton._space(key, -1)[-1], FOUND)
+    assert "tuned" in _triton.path(x, halves)
 
 
 @pytest.mark.interpreter

@@ -126,12 +126,14 @@ def _has_tma(device: int) -> bool:
 
 def path(x: Tensor, halves: Halves) -> str:
     """For `explain_dispatch`: how a call's products move their matrices, why, and which configurations are tuned."""
+    hidden = halves.value.shape[0]
+    gradient_key = gate_key(x.dtype, x.shape[0], hidden, halves.value_bias is not None)
     if by_library(x):
-        return "float32 matmuls by the platform's library, followed by the gate"
-    moved, hidden = _moved(x, halves), halves.value.shape[0]
-    keys = [product_key(e, x, hidden, "by TMA" in moved) for e in ("y", "preact", "gradient")]
-    sums = halves.value_bias is not None
-    tuned = TUNED.explain(x.get_device(), [*keys, gate_key(x.dtype, x.shape[0], hidden, sums)])
+        moved, keys = "float32 matmuls by the platform's library, followed by the gate", [gradient_key]
+    else:
+        moved = _moved(x, halves)
+        keys = [*(product_key(e, x, hidden, "by TMA" in moved) for e in ("y", "preact", "gradient")), gradient_key]
+    tuned = TUNED.explain(x.get_device(), keys)
     return f"{moved}; {tuned}" if tuned else moved
 
 
