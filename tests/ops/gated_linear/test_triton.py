@@ -61,6 +61,23 @@ def test_sums_are_few_and_every_multiprocessor_has_work() -> None:
         programs = -(-rows // config.rows) * -(-hidden // config.block_f)
         assert config.rows == config.block_m or programs >= 132
         assert config.rows <= max(64 if sums else 16, config.block_m)
+    large = [_triton.choose_gate(65536, 32768, 132, sums=sums) for sums in (True, False)]
+    assert [(config.rows, config.block_f) for config in large] == [(64, 128), (16, 128)]
+
+
+@pytest.mark.parametrize("function", ["gate", "gate_gradient_into"])
+def test_without_sums_programs_have_few_rows(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[bool] = []
+
+    def choose(*size: int, sums: bool) -> Any:
+        chosen.append(sums)
+        return _triton.choose_gate(*size, sums=sums)
+
+    monkeypatch.setattr(_triton_gate, "choose_gate", choose)
+    monkeypatch.setattr(_triton_gate, "launch", lambda *_, **__: None)
+    tensors = torch.empty(3 if function == "gate" else 5, 64, 128)
+    getattr(_triton_gate, function)(*tensors, "silu")
+    assert chosen == [False]
 
 
 def operands(rows: int, features: int, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Halves, Tensor]:
