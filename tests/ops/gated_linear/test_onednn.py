@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,10 +70,16 @@ def test_where_avx512_is_at_full_width_it_is_worth_a_copy_of_a_transposed_matrix
     assert _onednn.takes(X, torch.randn(256, 128).mT)
 
 
-def test_the_first_processor_is_read() -> None:
-    if not _onednn.sys.platform.startswith("linux"):
-        pytest.skip("no /proc")
-    assert _onednn._cpuinfo("processor") in ("0", "") and _onednn._cpuinfo("no such key") == ""
+def test_the_first_processor_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processors = [
+        f"processor\t: {i}\nvendor_id\t: AuthenticAMD\ncpu family\t: {26 - i}\nmodel name\t: A: B\n\n" for i in (0, 1)
+    ]
+    (tmp_path / "cpuinfo").write_text("".join(processors))
+    monkeypatch.setattr(_onednn, "Path", lambda path: tmp_path / Path(path).name)
+    read = [_onednn._cpuinfo(key) for key in ("processor", "cpu family", "model name", "model", "no such key")]
+    assert read == ["0", "26", "A: B", "", ""] and _onednn._vendor() == "AuthenticAMD"
+    (tmp_path / "cpuinfo").unlink()
+    assert _onednn._vendor() == ""
 
 
 @pytest.mark.parametrize(
