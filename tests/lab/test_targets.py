@@ -234,6 +234,15 @@ def test_the_memory_model_of_an_mlp_is_what_was_measured():
         assert p.predicted_bytes("fwd", "bf16", "fused") == h + h // 4
 
 
+def test_in_float32_on_a_gpu_an_mlp_needs_a_quarter_of_ys_gradient():
+    p = gated_mlp.GatedMlp().case("mlp-n16384-d1024")
+    for dtype, share in (("fp32", 1 / 4), ("bf16", 0)):
+        h, z = p.unit.output_bytes(dtype), p.output_bytes(dtype)
+        for form in ("fused", "fused-recompute", "unfused", "unfused-recompute"):
+            down = p.down_elements * h // (p.unit.rows * p.unit.hidden)
+            assert p.predicted_bytes("fwd+bwd", dtype, form) == z + down + (3 + share) * h
+
+
 @pytest.mark.parametrize(
     "way", ["", pytest.param("-apart", marks=with_onednn), pytest.param("-apart-dw", marks=with_onednn)]
 )

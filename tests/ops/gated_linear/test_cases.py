@@ -85,6 +85,15 @@ def test_on_a_cpu_a_chunk_of_the_gate_comes_on_top() -> None:
     assert decode.predicted_bytes("fwd", "fp32", "chunked") == 3 * decode.output_bytes("fp32")
 
 
+def test_onednn_needs_more_memory_where_it_computes_dw() -> None:
+    found = case("quick-square")
+    for suffix in ("", "-recompute"):
+        plain, apart, dw = (
+            found.predicted_bytes("fwd+bwd", "fp32", f"chunked{way}{suffix}") for way in ("", "-apart", "-apart-dw")
+        )
+        assert plain == apart == dw - found.apart_bytes("fp32") < dw
+
+
 def test_float32_by_the_library_needs_both_pre_activations_in_inference_too() -> None:
     found = case("shapes-aligned")
     h = found.output_bytes("fp32")
