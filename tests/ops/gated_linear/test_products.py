@@ -264,5 +264,8 @@ def test_a_cpu_few_rows_and_a_trace_are_left_alone(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(_products, "DEVICES", ("cpu",))
     assert _products.pads(x) and _products.operand(x).stride(0) == 64
     assert not _products.pads(x[:128]) and not _products.pads(x.float())
+    with monkeypatch.context() as patch:
+        patch.setattr(_products, "tf32_allowed", lambda: True)
+        assert _products.pads(x.float()) and not _products.pads(x[:128].float()) and not _products.pads(x.double())
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert not _products.pads(x)
