@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -176,6 +177,17 @@ def test_the_gated_units_cuda_kernels_from_source_to_machine_code() -> None:
     for name in ("ptx", "sass"):
         assert {s.part for s in found if s.stage == name} == {*epilogues, "gate_gradient_kernel"}
     assert {"gated_linear.cu", "gate_gradient.cuh"} <= {s.part for s in found if s.stage == "source"}
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
+@pytest.mark.parametrize(("case", "pass_"), [("quick-square", "fwd+bwd"), ("quick-decode", "fwd")])
+def test_float32_has_a_cuda_kernel_of_its_own(case: str, pass_: Any) -> None:
+    found = ours.cuda_stages(targets.problem_for(Task("geglu", case, "fp32", pass_, "cpu", 0)), "sm_90")
+    assert [(s.stage, s.part) for s in found if s.stage != "source"] == [
+        ("ptx", "unit_kernel"),
+        ("sass", "unit_kernel"),
+    ]
+    assert [s.part for s in found if s.stage == "source"] == [path.name for path in _cuda.FLOAT32_SOURCES]
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
