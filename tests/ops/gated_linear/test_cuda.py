@@ -260,6 +260,18 @@ def test_what_it_lacks_is_that_of_the_implementation_it_names(monkeypatch: pytes
         assert _cuda.lacks(function, 4096, dy.float(), dy.float(), dy.float()) is (function != "forward")
 
 
+@pytest.mark.parametrize("dtype", _cuda.DTYPES, ids=str)
+def test_sizes_that_are_not_counted_in_32_bits_are_refused(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cuda, "_kernel", lambda *_: None)
+    for rows, features, hidden in ((1, 0, 0), (0, 1, 0), (0, 0, 1)):
+        for beyond in (False, True):
+            sizes = [_cuda.MOST + beyond if size else 128 for size in (rows, features, hidden)]
+            x, weight = (torch.empty(size, sizes[1], dtype=dtype, device="meta") for size in (sizes[0], sizes[2]))
+            told = _cuda.refuses(sizes[2], (x, weight, weight), "silu", by_choice=False)
+            # Rows that long are too far apart for float32's kernel anyway.
+            assert ("at most 2147483392" in str(told)) is beyond and (beyond or told is None or features)
+
+
 def test_float32_is_taken_where_the_library_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_cuda, "_kernel", lambda *_: None)
     monkeypatch.setattr(_cuda.float32, "processors_of", lambda _: 132)

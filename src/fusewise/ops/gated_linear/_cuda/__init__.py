@@ -45,6 +45,8 @@ SHARED = {
 }
 #: Rows from which its tiles pay off with pre-activations, and copies of matrices that TMA does not support.
 TILES_FROM = 129
+#: Maximum rows and features: kernels count them in 32 bits, up to the end of a tile.
+MOST = (1 << 31) - 256
 ROWS, GATE_ROWS = 128, 32  # rows of a tile; minimum rows of a partial sum without a product, as in plan.h
 
 _PLAN = Struct("17q")
@@ -92,6 +94,8 @@ def refuses(
     not. Builds the library for the activation if necessary."""
     x = matrices[0]
     rows = x.shape[0]
+    if max(hidden, *x.shape) > MOST:
+        return f"rows and features must be at most {MOST}"
     if x.dtype == torch.float32:
         if (reason := float32.refuses(hidden, matrices, by_choice=by_choice)) is not None:
             return reason
