@@ -90,8 +90,7 @@ def gated_linear(
 
     Memory: without gradients only y (on a CPU also a chunk of the gate's pre-activations: 8 MiB, or 512 rows if that is
     more; of both pre-activations where oneDNN computes float32 products, which needs such a chunk in the backward, too,
-    and a second dW if it computes that; in float32 on a GPU both pre-activations where its library multiplies, as in
-    tf32). Besides the
+    and a second dW if it computes that; in float32 on a GPU both pre-activations where its library multiplies). Besides the
     returned gradients, backward needs 2F elements per row with `save="input"` (F if that would be 256 MiB or more, or
     its rows must be copied), and nothing with `save="preact"` unless the graph is retained: the gradient of the
     pre-activations overwrites them. The bias gradient is accumulated in float32 in a fixed order, by partial sums (2F
