@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -272,51 +271,6 @@ def test_sizes_that_are_not_counted_in_32_bits_are_refused(dtype: torch.dtype, m
             assert ("at most 2147483392" if beyond else "apart" if far else "None") in str(told)
 
 
-def test_float32_is_taken_where_the_library_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cuda, "_kernel", lambda *_: None)
-    monkeypatch.setattr(_cuda.float32, "processors_of", lambda _: 132)
-
-    def told(rows: int, features: int = 512, hidden: int = 8192) -> str | None:
-        return refused(torch.empty(rows, features), torch.empty(2 * hidden, features), hidden=hidden)
-
-    assert told(8192) is None and told(8192, 511, 8191) is None and told(65, 4096, 132 * 128) is None
-    assert "reading the weight dominates" in str(told(64, 4096, 132 * 128))
-    assert "library takes less time" in str(told(65, 4096, 8192))  # half of the SMs would be idle
-    x, weight = torch.empty(8192, 512), torch.empty(16384, 512)
-    assert refused(x[:8], weight, by_choice=False) is None and refused(x, weight, hidden=8192) is None
-    assert "left to triton" in str(refused(x, weight, x, hidden=8192))  # a gradient
-    assert "left to triton" in str(_cuda.refuses(8192, (x,), "silu", by_choice=True))
-    far = torch.empty(1, device="meta").as_strided((200, 1), (1 << 23, 1))
-    for by_choice, rows in itertools.product((True, False), (128, 129)):
-        assert "8388608 elements apart" in str(_cuda.refuses(8192, (x, far[:rows], x), "silu", by_choice=by_choice))
-    assert _cuda.refuses(8192, (far[:127], far[:1], far[:1]), "silu", by_choice=False) is None
-    monkeypatch.setattr(_cuda, "_gluon_is_there", lambda: True)
-    wide = torch.empty(1024, 2048)
-    assert _cuda._config("y", wide.bfloat16(), 8192).tiles == "gluon"  # none of whose tiles takes float32
-    assert _cuda.refuses(8192, (wide, wide, wide), "silu", by_choice=True, alone=True) is None
-    monkeypatch.setattr(_cuda.float32, "tf32_allowed", lambda: True)
-    assert "tf32 is allowed" in str(told(8192)) and refused(x, weight, by_choice=False) is None
-
-
-@pytest.mark.parametrize(
-    ("rows", "features", "hidden", "expected"),
-    [
-        (8192, 2048, 8192, True),
-        (16384, 1024, 4096, True),
-        (1 << 17, 8192, 8192, True),
-        (128, 2048, 8192, False),  # 64 tiles
-        (128, 2048, 132 * 128, True),
-        (300, 3072, 9216, False),  # 84 rows of our last tiles are empty
-        (1024, 640, 2560, False),  # 160 tiles, two waves
-        (256, 2048, 8192, True),
-        (128, 128, 9216, False),  # beginning and end take 27 % of the time
-        (1, 1, 1, False),
-    ],
-)
-def test_float32_pays_by_waves(rows: int, features: int, hidden: int, expected: bool) -> None:
-    assert _cuda.float32.pays(rows, hidden, features, 132) is expected
-
-
 @pytest.mark.parametrize("dtype", _cuda.DTYPES)
 def test_a_library_has_the_function_that_is_looked_up(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "Library", lambda recipe, name: (recipe[1][0].read_text(), name))
@@ -334,16 +288,6 @@ def test_a_library_of_any_dtype_serves_without_nvcc(dtype: torch.dtype, monkeypa
     assert _cuda.unavailable("cuda") is None
     monkeypatch.setattr(build, "built", lambda *_: False)
     assert _cuda.unavailable("cuda") == "no nvcc"
-
-
-def test_the_host_fast_path_leaves_float32_to_python() -> None:
-    x = torch.empty(8192, 8)
-    assert _cuda.launcher(x, 8192, "silu") == (0, 0, 0, 0)
-
-
-def test_float32_has_nothing_to_tune() -> None:
-    for kernel in tiles.RACES:
-        assert _cuda._space(Key(kernel, torch.float32, "", 8192, 2048, 8192), -1) == []
 
 
 def test_what_is_left_to_gluon_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,24 +62,6 @@ def test_what_they_compile_to(compiled: tuple[Path, str]) -> None:
         )  # would wait for all memory operations
 
 
-@pytest.mark.parametrize("activation", ["gelu", "silu"])
-def test_the_loop_of_float32_is_nothing_but_products(activation: str) -> None:
-    """A stage of 16 columns: 2048 products, six reads of four words per column, 24 asynchronous copies. What else there is takes issue
-    slots, of which 92 % are the products'."""
-    path, said = cuda_codegen.prepared(lambda: _cuda.recipe(torch.float32, activation))
-    assert "0 bytes spill stores" in said and int(re.findall(r"Used (\d+) registers", said)[-1]) <= 255
-    (body,) = (body for body in cuda_codegen.listing(path, "sm_90a") if "unit_kernel" in body.splitlines()[0])
-    code = [line for line in body.splitlines() if re.search(r"/\*[0-9a-f]{4,}\*/ +\S", line)]
-    products = [i for i, line in enumerate(code) if "FFMA" in line]
-    barriers = [i for i, line in enumerate(code) if "BAR.SYNC" in line]
-    assert len(barriers) == 2 and not [line for line in code if re.search(r"\b(LDL|STL)\b", line)]
-    inside = [i for i in products if barriers[0] < i < barriers[1] + 140]  # the last column comes after the barrier
-    assert len(inside) == 2048
-    loop = code[inside[0] : inside[-1] + 1]
-    assert sum("LDS.128" in line for line in loop) in range(96, 109) and sum("LDGSTS" in line for line in loop) == 24
-    assert len(loop) <= 2048 / 0.915
-
-
 @pytest.mark.parametrize(
     ("source", "kernel", "count"),
     [

@@ -14,7 +14,7 @@ from torch import Tensor
 from fusewise._shared import cuda
 from fusewise.ops.gated_linear import _cuda, reference
 from fusewise.ops.gated_linear._cuda import tiles
-from fusewise.ops.gated_linear._problem import ACTIVATIONS, Halves, Spec, new_preact, split_preact
+from fusewise.ops.gated_linear._problem import Halves, Spec, new_preact, split_preact
 
 from .. import cuda_on_cpu
 
@@ -177,92 +177,6 @@ def test_few_rows(
 
 
 NONE = -1  # of the mistakes below
-# (M, D, F): a single element; ragged in every dimension, several tiles and passes through the ring buffer; whole tiles and stages.
-FLOAT32 = [(1, 1, 1), (150, 133, 270), (257, 37, 130), (256, 96, 128)]
-
-
-def in_float32(shape: tuple[int, int, int], activation: str, bias: bool = True, preact: bool = True) -> None:
-    """The kernel on views of larger matrices with any strides, against float64."""
-    rows, features, hidden = shape
-    spec = Spec(activation, "stacked")
-    x = torch.randn(rows, features + 3)[:, 1 : features + 1]
-    weight = (torch.randn(2 * hidden, features + 1) / features**0.5)[:, 1:]
-    of = Halves.of(Spec(activation, "interleaved"), weight, None, torch.randn(2 * hidden) if bias else None)
-    around = torch.full((rows + 2, hidden + 1), 7.0)
-    y = around[1:-1, :hidden].fill_(torch.nan)
-    made = new_preact(x, hidden, spec).fill_(torch.nan)
-    _cuda._run(
-        tiles.PREACT, activation, x, of.value, of.gate, of[2:], y, split_preact(made, spec) if preact else (None, None)
-    )
-    exact = Halves(*(None if t is None else t.double() for t in of))
-    true, preact_of = torch.empty_like(y, dtype=torch.float64), new_preact(x.double(), hidden, spec)
-    reference.forward(x.double(), exact, spec, true, preact_of)
-    torch.testing.assert_close(y, true.float(), rtol=1e-5, atol=1e-5)
-    if preact:
-        torch.testing.assert_close(made, preact_of.float(), rtol=1e-5, atol=1e-5)
-    else:
-        assert made.isnan().all()
-    around[1:-1, :hidden] = 7.0
-    assert bool((around == 7.0).all())
-
-
-@pytest.mark.parametrize("how", TIMES, ids=named)
-@pytest.mark.parametrize("shape", FLOAT32, ids=str)
-def test_float32(shape: tuple[int, int, int], how: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    only = _cuda.one(torch.float32, "gelu_tanh")
-    kernels = cuda_on_cpu.library(SimpleNamespace(SOURCES=_cuda.FLOAT32_SOURCES), "fusewise_gated_float32", *only)
-    monkeypatch.setattr(_cuda, "_kernel", lambda *_: kernels.plays(**how))
-    for copies in ("aligned", "aligned_output"):
-        monkeypatch.setattr(_cuda, copies, None)  # nothing is copied
-    in_float32(shape, "gelu_tanh")
-    in_float32(shape, "gelu_tanh", bias=False, preact=False)
-
-
-@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "gelu_tanh"])
-def test_activations_of_float32(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To float32's precision, and what eager code makes of infinities and NaN."""
-    only = _cuda.one(torch.float32, activation)
-    kernels = cuda_on_cpu.library(SimpleNamespace(SOURCES=_cuda.FLOAT32_SOURCES), "fusewise_gated_float32", *only)
-    monkeypatch.setattr(_cuda, "_kernel", lambda *_: kernels.plays())
-    in_float32((130, 20, 140), activation)
-    g = torch.tensor(
-        [-torch.inf, -200.0, -90.0, -13.0, -5.0, -1e-30, 0.0, 1e-30, 5.0, 13.0, 90.0, 200.0, torch.inf, torch.nan]
-    )
-    x, of = g[:, None], Halves(torch.zeros(1, 1), torch.ones(1, 1), torch.ones(1), torch.zeros(1))
-    finite = g.isfinite()
-    y = torch.empty(len(g), 1)
-    _cuda._run(tiles.Y, activation, x, of.value, of.gate, of[2:], y)
-    true = reference.ACTIVATE[activation](g.double())
-    torch.testing.assert_close(y[finite, 0], true[finite].float(), rtol=2e-6, atol=1e-36)
-
-
-FLOAT32_MISTAKES = [  # a stage is read before it has arrived, or before others' copies have, or overwritten while it is read
-    ("        wait_for_copies<STAGES - 3>();", "        if (!MISTAKE) wait_for_copies<STAGES - 3>();"),
-    ("        __syncthreads();\n      }", "        if (!MISTAKE) __syncthreads();\n      }"),
-    ("filled = (STAGES - 2) * STAGE", "filled = (MISTAKE ? STAGES - 4 : STAGES - 2) * STAGE"),
-]
-
-
-@pytest.mark.parametrize("mistake", range(-1, len(FLOAT32_MISTAKES)))
-def test_the_machine_finds_what_float32_does_not_wait_for(
-    mistake: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = {source.name: source.read_text() for source in _cuda.FLOAT32_SOURCES}
-    for number, (right, changed) in enumerate(FLOAT32_MISTAKES):
-        assert texts["float32.cu"].count(right) == 1
-        texts["float32.cu"] = texts["float32.cu"].replace(
-            right, changed.replace("MISTAKE", f"(on_cpu::mistake == {number})")
-        )
-    folder = tmp_path_factory.mktemp("changed")
-    for name, text in texts.items():
-        (folder / name).write_text(text)
-    sources = SimpleNamespace(SOURCES=[folder / name for name in texts])
-    kernels = cuda_on_cpu.library(sources, "fusewise_gated_float32", *_cuda.one(torch.float32, "silu"))
-    monkeypatch.setattr(_cuda, "_kernel", lambda *_: kernels.plays(late=True, mistake=mistake))
-    if mistake == NONE:
-        return in_float32((150, 133, 270), "silu")
-    with pytest.raises(AssertionError, match="are not close"):
-        in_float32((150, 133, 270), "silu")
 
 
 # Replacements in the source: where MISTAKE is true, something is not waited for.
