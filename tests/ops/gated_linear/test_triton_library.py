@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("triton")
+
 from fusewise.lab import memory
 from fusewise.ops.gated_linear import _triton, _triton_gate, reference
 from fusewise.ops.gated_linear._problem import Halves, Spec, describable, new_preact, split_preact
