@@ -55,6 +55,7 @@ def studied(
     proposed=lambda _: 5,
     looked=0,
     begun_again=0,
+    time_limit=None,
     **machine,
 ):
     """A study of the simulated machine. `order`: a fixed order of providers for every round. `asked`: called with every
@@ -102,7 +103,7 @@ def studied(
         op="rope",
         tasks=[Task("rope", f"cube-{i}", "fp32", "fwd", "cpu", 0) for i in range(groups)],
         providers=[plugin.Entry(name, name, Fake(name)) for name in times],
-        device="cpu", out=out, min_rounds=12, max_rounds=12, seed=5,
+        device="cpu", out=out, min_rounds=12, max_rounds=12, seed=5, time_limit=time_limit,
     )  # fmt: skip
     made = study.Study(options, Quiet())
     made.looked, made.begun_again = options.tasks[:looked], options.tasks[:begun_again]
@@ -183,6 +184,27 @@ def test_a_hopelessly_slow_provider_has_few_samples_or_three_rounds_and_its_verd
     (row,) = (r for r in made.rows if r.provider == "tvm")
     assert (row.status, row.verdict_vs_best_other) == ("ok", "slower")
     assert row.device_us == pytest.approx(8e4, rel=0.3)
+
+
+@pytest.mark.parametrize(("share", "samples"), [(math.inf, 10), (1.1, 10), (0.6, 5), (0.1, 2), (0.0, 2)])
+def test_the_fewest_rounds_have_shorter_turns_where_time_is_short(monkeypatch, tmp_path, share, samples):
+    """`share`: the time limit as a share of what twelve rounds of ten samples take. One far slower has fewer anyway."""
+    times = {"floor-copy": 90.0, "eager": 100.0, "liger": 120.0, "tvm": 8e3}
+    whole = 1e-6 * (12 * 10 * (590 + 2 * 600 + 620) + (10 + 11 * 3) * 8500)
+    made = studied(
+        monkeypatch,
+        tmp_path,
+        times,
+        kind=timed(monkeypatch, Machine),
+        proposed=lambda name: 10,
+        spread=0.0,
+        drift=0.0,
+        time_limit=share * whole,
+    )
+    turns = {m.provider: [len(turn["device_us"]) for turn in m.rounds] for m in made.measurements}
+    alike = ("floor-copy", "eager", "eager#2", "liger")
+    assert [turns[name] for name in alike] == [[10, *[samples] * 11]] * 4
+    assert turns["tvm"][0] == 10 and 1 <= max(turns["tvm"][1:]) <= min(3, samples)
 
 
 @pytest.mark.parametrize(("stalled", "samples"), [(0, [5, 1, *[5] * 10]), (2, [5] * 12)])

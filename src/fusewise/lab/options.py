@@ -30,7 +30,7 @@ class Options:
     max_rounds: int = 30
     precision: float = 0.005  # stop once every provider's relative standard error is below this
     group_seconds: float = 8.0  # or this long after a group's first round
-    time_limit: float | None = None  # seconds for all groups together; min_rounds are measured regardless
+    time_limit: float | None = None  # seconds for all groups; min_rounds are measured regardless, in shorter turns
     timeout: float = 300.0  # seconds per request to a worker
     memory_limit: int | None = None  # resident bytes per worker
     twin: bool = True  # run an A/A test

@@ -35,6 +35,8 @@ ALIKE = 2.0
 LONG_FIRST_CALL_S = 2.0
 #: A sample of the fastest provider has no more calls than take so many seconds: the clock needs no more.
 SAMPLE_SECONDS = 0.05
+#: Turns keep at least so many samples where the fewest rounds with all of them would exceed the time limit.
+FEWEST_SAMPLES = 2
 
 
 class Listener(Protocol):
@@ -74,6 +76,12 @@ def _calls(warmed: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
             own = name.removesuffix(analysis.TWIN)
             fitting[own] = min(int(HOPELESS_SECONDS * 1e6 / us), fitting.get(own, calls))
     return {name: max(1, min(calls, fitting.get(name.removesuffix(analysis.TWIN), calls))) for name in warmed}
+
+
+def _in_time(own: Mapping[str, int], seconds: float, left: float) -> dict[str, int]:
+    """Samples per turn, by provider, if the remaining rounds of `own` take `seconds` and only `left` are left."""
+    fits = min(1.0, max(0.0, left) / max(seconds, 1e-9))
+    return {name: min(count, max(FEWEST_SAMPLES, int(count * fits))) for name, count in own.items()}
 
 
 def _slow(measurement: Measurement, fastest_us: float) -> bool:
@@ -179,10 +187,10 @@ class Study:
         }
         running = [seat for seat in seats if replies[seat.name]["ok"]]
         now = time.monotonic()
-        stop = now + min(self.options.group_seconds, share(self.deadline - now, groups_left, self.preparing))
+        due = now + share(self.deadline - now, groups_left, self.preparing)
         self.preparing.append(now - begun)
         with self.spent.part("measuring"):
-            self._rounds(running, measurements, replies, stop)
+            self._rounds(running, measurements, replies, due)
             self._tell([seat for seat in running if not replies[seat.name]["ok"]], replies)
             if task in self.looked:
                 timed = [seat for seat in running if replies[seat.name]["ok"]]
@@ -228,10 +236,12 @@ class Study:
         seats: list[Seat],
         measurements: Mapping[str, Measurement],
         replies: dict[str, dict[str, Any]],
-        stop: float,
+        due: float,
     ) -> None:
-        """Run rounds until all times are precise enough or time is up. A failing worker loses its samples."""
+        """Run rounds until all times are precise enough or time is up; if the fewest rounds would take until after
+        `due`, their turns are shorter. A failing worker loses its samples."""
         options = self.options
+        stop = min(due, time.monotonic() + options.group_seconds)
 
         def asked(seat: Seat, do: str, when: str, **fields: Any) -> dict[str, Any] | None:
             assert seat.worker is not None
@@ -274,6 +284,10 @@ class Study:
             for name in times:
                 most = max(1, int(HOPELESS_SECONDS / max(took[name], 1e-9)))
                 samples[name] = min(own[name], most) if name in slow else own[name]
+            if number == 0:
+                rest = (options.min_rounds - 1) * sum(took[s.name] * samples[s.name] for s in patient)
+                own = _in_time(own, rest, due - time.monotonic())
+                samples = {name: min(count, own[name]) for name, count in samples.items()}
             if number + 1 >= FEWEST_ROUNDS:
                 left = {name for name in slow if took[name] > HOPELESS_SECONDS}
                 for name in left:
