@@ -4,11 +4,10 @@
     python benchmarks/counters.py runs/gelu
 
 Run it on the machine of the study. For each correct row with a ledger (not floor-copy: a driver copy is not a kernel, so ncu
-does not see it) nine more calls run under `ncu`, without clock control, twice: with caches flushed before each kernel, to
-measure DRAM bytes, and after the study's own flush, to measure kernel durations. Medians are summed over kernels.
+does not see it) nine more calls run under `ncu`, without clock control, each after the study's own flush. Medians are summed
+over kernels. What a call has written may still be in the cache when its last kernel ends: reading a buffer of twice the
+cache's size drives it out, and the bytes written to DRAM meanwhile are the call's.
 The table shows ledger bytes and counted bytes, kernel time in the study and counted kernel time, and the study's time per call.
-Written data that is still in the cache when a kernel ends is not counted, so compare bytes only if a call writes many
-times the cache size.
 """
 
 from __future__ import annotations
@@ -51,20 +50,20 @@ class Counted(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """A row, its ledger, and its counted kernels: with caches flushed before each, and after a study's own flush."""
+    """A row, its ledger, its counted kernels, and the one that read another buffer afterwards."""
 
     row: Row
     ledger: Ledger
     kernels: Sequence[Counted]
-    flushed: Sequence[Counted]
+    after: Counted
 
     @property
     def us(self) -> float:
-        return sum(kernel.us for kernel in self.flushed)
+        return sum(kernel.us for kernel in self.kernels)
 
     @property
     def bytes(self) -> float:
-        return sum(kernel.read + kernel.written for kernel in self.kernels)
+        return sum(kernel.read + kernel.written for kernel in self.kernels) + self.after.written
 
 
 def parsed(text: str) -> list[Counted]:
@@ -83,17 +82,17 @@ def parsed(text: str) -> list[Counted]:
     return [Counted(row[name], value(row, TIME), value(row, READ), value(row, WRITTEN)) for row in rows]
 
 
-def count(row: Row, device: str, caches: str) -> list[Counted]:
-    """The kernels of one call, run in a subprocess. `caches`: "all", flushed by ncu; "none", flushed as in a study."""
-    program = [sys.executable, __file__, "--call", row.op, row.case, row.dtype, row.pass_, device, row.provider, caches]
-    return typical(parsed(printed(program, caches)))
+def count(row: Row, device: str) -> list[Counted]:
+    """The kernels of one call, run in a subprocess, and the one that empties the cache afterwards."""
+    program = [sys.executable, __file__, "--call", row.op, row.case, row.dtype, row.pass_, device, row.provider]
+    return typical(parsed(printed(program)))
 
 
-def printed(program: Sequence[str], caches: str) -> str:
+def printed(program: Sequence[str]) -> str:
     """Run a program under ncu and return the output."""
     command = [
         NCU, "--csv", "--page", "raw", "--metrics", f"{TIME},{READ},{WRITTEN}", "--profile-from-start", "off",
-        "--clock-control", "none", "--cache-control", caches, "--target-processes", "application-only", *program,
+        "--clock-control", "none", "--cache-control", "none", "--target-processes", "application-only", *program,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
@@ -114,7 +113,7 @@ def typical(kernels: Sequence[Counted]) -> list[Counted]:
     ]
 
 
-def call(op: str, case: str, dtype: str, pass_: str, device: str, provider: str, caches: str) -> None:
+def call(op: str, case: str, dtype: str, pass_: str, device: str, provider: str) -> None:
     """The profiled process: CALLS calls after two warm-up calls."""
     from fusewise.lab import machine, plugin, targets
     from fusewise.lab.problem import Task
@@ -123,13 +122,11 @@ def call(op: str, case: str, dtype: str, pass_: str, device: str, provider: str,
     problem = targets.problem_for(Task(op, case, dtype, pass_, device, 0))
     found = plugin.select([provider], op, device)[0].provider
     assert found is not None
-    watch(
-        make_work(problem, found.build(problem), 1), 2 * machine.cache_bytes(device) if caches == "none" else 0, device
-    )
+    watch(make_work(problem, found.build(problem), 1), 2 * machine.cache_bytes(device), device)
 
 
 def watch(work: Work, flush_bytes: int, device: str) -> None:
-    """Run two warm-up calls, then CALLS calls, each after a flush; only the calls are profiled."""
+    """Run two warm-up calls, then CALLS calls, each between two flushes; the call and the second flush are profiled."""
     import torch
 
     from fusewise.lab.timing import fill_cache
@@ -139,11 +136,11 @@ def watch(work: Work, flush_bytes: int, device: str) -> None:
     flush = torch.zeros(flush_bytes // 4, device=device)
     for _ in range(CALLS):
         state = work.begin(0)
-        if flush_bytes:
-            fill_cache(flush)
+        fill_cache(flush)
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaProfilerStart()
         work.step(state)
+        fill_cache(flush)
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaProfilerStop()
 
@@ -173,8 +170,8 @@ def main(runs: Sequence[str]) -> None:
         for row in made.rows:
             ledger = ledgers.get((*row.key, row.provider))
             if row.status == "ok" and row.kernel_us and ledger is not None:
-                counted = [count(row, made.environment["device"], caches) for caches in ("all", "none")]
-                checks.append(Check(row, ledger, *counted))
+                *kernels, after = count(row, made.environment["device"])
+                checks.append(Check(row, ledger, kernels, after))
     print(table(checks))
 
 

@@ -16,7 +16,7 @@ from statistics import median
 import torch
 import triton
 import triton.language as tl
-from counters import CALLS, parsed, printed, watch
+from counters import parsed, printed, typical, watch
 from triton.language.extra.cuda import globaltimer
 
 from fusewise.lab import machine
@@ -72,8 +72,8 @@ def by_cupti(kernel: Turning, flush: torch.Tensor) -> float:
 
 
 def by_ncu(us: int, device: str) -> float:
-    text = printed([sys.executable, __file__, "--call", str(us), device], "none")
-    return median(kernel.us for kernel in parsed(text)[-CALLS:])
+    text = printed([sys.executable, __file__, "--call", str(us), device])
+    return typical(parsed(text))[0].us
 
 
 def main(device: str) -> None:

@@ -1,7 +1,8 @@
 """The traffic ledger: the kernels that a provider launches and the bytes each reads and writes.
 
-Each kernel is charged once for every tensor it reads and once for every tensor it writes, whatever its caches do: this
-is the DRAM traffic when the working set exceeds the cache. Broadcast elements count once; views and metadata are free.
+Each kernel is charged once for every tensor it reads and once for every tensor it writes, whatever its caches do. This
+is its DRAM traffic if the working set exceeds the cache and it reads its operands once; a matmul, which reads them again
+for each block of the result, may move more. Broadcast elements count once; views and metadata are free.
 The modules in `code/` find each compiler's kernels.
 """
 
