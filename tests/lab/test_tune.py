@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -256,6 +257,28 @@ def test_every_kernel_is_searched_in_the_interpreter(kernel: str, dtype: str, mo
     monkeypatch.setenv("FUSEWISE_TUNED", "0")
     (file,) = json.loads(invoke("tune", "geglu", "--list", "--device", "cpu", "--json").output)
     assert not file["entries"] and file["problem"] == "FUSEWISE_TUNED=0 is set"
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "told"),
+    [
+        (KeyboardInterrupt, 130, "interrupted; 1 results are kept"),
+        (RuntimeError("out of memory"), 1, "tune: the device must run the search, got out of memory"),
+    ],
+)
+def test_what_was_found_before_the_end_is_printed(
+    ending: Any, code: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(*_: Any) -> Iterator[Any]:
+        yield SimpleNamespace(to_json=lambda: {"kernel": "y", "file": "kept.json"})
+        raise ending
+
+    monkeypatch.setattr(tune, "tune", found)
+    monkeypatch.setattr(tune, "jobs", lambda *_: iter(()))
+    ended = invoke("tune", "geglu", "--device", "cpu", "--json")
+    assert ended.exit_code == code
+    assert json.loads(ended.stdout) == {"device": "cpu", "results": [{"kernel": "y", "file": "kept.json"}]}
+    assert told in ended.stderr and "stored in kept.json" in ended.stderr
 
 
 @pytest.mark.interpreter

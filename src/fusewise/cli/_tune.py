@@ -105,10 +105,11 @@ def tune(
         raise click.ClickException(f"tune: the device must run the search, got {error}") from None
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"; {len(results)} results are kept") from None
-    if as_json:
-        click.echo(json.dumps({"device": where, "results": results}))
-    for file in dict.fromkeys(result["file"] for result in results):
-        click.echo(f"stored in {file}", err=True)
+    finally:  # also what was found before an error or an interruption
+        if as_json:
+            click.echo(json.dumps({"device": where, "results": results}))
+        for file in dict.fromkeys(result["file"] for result in results):
+            click.echo(f"stored in {file}", err=True)
 
 
 VERBS = (tune,)
