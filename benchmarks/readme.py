@@ -202,6 +202,15 @@ def compiled(found: Groups) -> str:
             f"{geometric_mean(ratios):.2f} of the time of the fastest compiler (geometric mean; {span(ratios, '.2f')}), "
             f"which is {ranks}."
         )
+    modes = {}
+    for mode in ("max-autotune", "reduce-overhead"):
+        beside = [group for group in found.values() if f"torch.compile-{mode}" in group]
+        slower = (time(group, f"torch.compile-{mode}") / time(group, "torch.compile") for group in beside)
+        modes[mode] = f"`{mode}` takes {span(slower, '.2f')}"
+    said.append(
+        f"In {len(beside)} cases torch.compile's other modes were measured, too: {' and '.join(modes.values())} times as long as its "
+        "default."
+    )
     shown = {"fusewise-triton": "Triton", "fusewise-cuda": "CUDA", **compilers}
     tables = (shares(found, pass_, shown) for pass_ in ("fwd", "bwd"))
     return "\n\n".join((textwrap.fill(" ".join(said), 120, break_on_hyphens=False), *tables))
