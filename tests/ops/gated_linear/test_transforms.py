@@ -212,3 +212,29 @@ def test_a_jit_trace_serves_other_sizes(save: Any) -> None:
     weights = [*module.parameters()]
     for found, want in zip(*(torch.autograd.grad(z.square().sum(), weights) for z in (y, expected)), strict=True):
         close(found, want)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_vmap_over_any_dimension_of_the_weights(compiled: bool) -> None:
+    """The batch dimension may lie between the rows of a weight, or within them."""
+    x = torch.randn(4, 8, device=DEVICE)
+    weight, bias = torch.randn(2, 12, 8, device=DEVICE), torch.randn(2, 12, device=DEVICE)
+    w_down = torch.randn(2, 5, 6, device=DEVICE)
+
+    def both(weight: Tensor, bias: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor]:
+        z = gated_mlp(x, weight, None, w_down, b_gate=bias, activation="silu")
+        return geglu_linear(x, weight, bias), z
+
+    def gradients(*weights: Tensor) -> tuple[Tensor, ...]:
+        return torch.func.grad(lambda *args: sum(t.sum() for t in both(*args)), (0, 1, 2))(*weights)
+
+    def batched(*weights: Tensor) -> tuple[Tensor, ...]:
+        of_halves = torch.func.vmap(both, (2, 1, 2))(weights[0].unflatten(0, (2, 6)).movedim(3, 2), *weights[1:])
+        return *torch.func.vmap(both, (2, 1, 2))(*weights), *of_halves, *torch.func.vmap(gradients, (2, 1, 2))(*weights)
+
+    run = torch.compile(batched, fullgraph=True, backend="aot_eager") if compiled else batched
+    found = run(*(t.movedim(0, -1).contiguous() for t in (weight, bias, w_down)))
+    for i in range(2):
+        y_and_z = both(weight[i], bias[i], w_down[i])
+        for part, expected in zip(found, (*y_and_z, *y_and_z, *gradients(weight[i], bias[i], w_down[i])), strict=True):
+            torch.testing.assert_close(part[i], expected, atol=1e-4, rtol=1e-4)

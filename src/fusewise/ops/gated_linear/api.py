@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -161,7 +162,8 @@ def gated_mlp(
     done = None if traced() or w_gate is None else _mlp.try_fast_path(unit, w_down, b_down)
     if done is not None:
         return done
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = reference.as_autocast(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+    x, *given = reference.as_autocast(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+    w_gate, w_up, w_down, b_gate, b_up, b_down = _with_rows(*given)
     weights: tuple[Tensor | None, ...]
     check_tensor("gated_mlp", "w_gate", w_gate)
     if w_up is None:
@@ -186,13 +188,22 @@ def _gated(op: str, *arguments: Any) -> Tensor:
     if done is not None:
         return done
     x, weight, bias, activation, w_gate, b_gate, *options, save, impl = arguments
-    x, weight, w_gate, bias, b_gate = reference.as_autocast(x, weight, w_gate, bias, b_gate)
+    x, *given = reference.as_autocast(x, weight, w_gate, bias, b_gate)
+    weight, w_gate, bias, b_gate = _with_rows(*given)
     tensors = {"weight": weight, "w_gate": w_gate, "bias": bias, "b_gate": b_gate}
     spec = validated(op, x, tensors, (activation, *options, save, impl))
     y = _run(op, x, (weight, w_gate, bias, b_gate), spec, save, impl)
     if not traced():
         _host.remember(*arguments)
     return y
+
+
+def _with_rows(*weights: Any) -> tuple[Any, ...]:
+    """Weights and biases; in a torch.func transform contiguous ones: the dimension that vmap hides may lie between their
+    rows, or within them."""
+    if not transforms_active():
+        return weights
+    return tuple(t.contiguous() if isinstance(t, Tensor) and t.layout == torch.strided else t for t in weights)
 
 
 def _run(op: str, x: Tensor, weights: tuple[Any, ...], spec: str, save: str, impl: str) -> Tensor:
