@@ -188,8 +188,9 @@ def test_transformer_engine_gates(dtype: torch.dtype) -> None:
         assert launches(forward, x, None) == {"fusewise::gate": 1}
         assert launches(backward, dy, x, None) == {"fusewise::gate_grad": 1}
         for call, args in ((forward, (x,)), (backward, (dy, x))):
-            with pytest.raises(ValueError, match="quantizer must be None: the result is not quantised here, got fp8"):
-                call(*args, "fp8")
+            for quantizer, got in (("fp8", "'fp8'"), (object(), "object;")):  # not its address
+                with pytest.raises(ValueError, match=f"must be None: the result is not quantised here, got {got}"):
+                    call(*args, quantizer)
     with torch.autocast(DEVICE, torch.bfloat16):
         assert te.GEGLU()(randn(3, 8)).dtype == te.SwiGLU(glu_interleave_size=2)(randn(3, 8)).dtype == torch.bfloat16
 

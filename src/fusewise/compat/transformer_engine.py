@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..ops._common import check_count, fail
+from ..ops._common import check_count, fail, shown
 from ..ops.gated_linear._gate import gate, stacked_gate, stacked_gradient
 from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear._validate import check_features
@@ -41,7 +41,7 @@ def _gradient(op: str, grad: Tensor, fwd_input: Tensor, quantizer: None, activat
 
 def _check_quantizer(op: str, quantizer: None) -> None:
     if quantizer is not None:
-        fail(op, "quantizer", "be None: the result is not quantised here", quantizer, "quantise the result")
+        fail(op, "quantizer", "be None: the result is not quantised here", shown(quantizer), "quantise the result")
 
 
 def glu(input: Tensor, quantizer: None) -> Tensor:

@@ -29,7 +29,7 @@ def shown(value: object) -> str:
     except Exception:  # of a class of the caller's: it must not hide the error that is being reported
         text = ""
     short = len(text) <= 100
-    if not text or "\n" in text or (not short and text.startswith("<")):
+    if not text or "\n" in text or (text.startswith("<") and (not short or " at 0x" in text)):
         return type(value).__name__
     return text if short else text[:97] + "..."
 
