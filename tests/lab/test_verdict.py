@@ -50,6 +50,10 @@ LIMITS = {
         ({"floor-copy": 3.9, "floor-launch": 2.0}, "launch", 3.9),  # of which it moves its bytes in 1.9
         ({"floor-copy": 4.0, "floor-launch": 2.0}, "memory", 4.0),
         ({"floor-copy": 3.0, "floor-launch": 2.0, "floor-matmul": 20.0}, "compute", 20.0),
+        ({"floor-launch": 2.0}, "cannot tell", None),  # its bytes may take longer
+        ({"floor-matmul": 20.0, "floor-launch": 2.0}, "cannot tell", None),
+        ({"floor-copy": 9.9}, "cannot tell", 9.9),  # launching may take most of it
+        ({"floor-copy": 10.0}, "memory", 10.0),
         ({}, "cannot tell", None),
     ],
 )
@@ -93,6 +97,22 @@ def test_a_provider_in_place_moves_less_and_disproves_no_floor():
         "works in place, which moves less than the minimum",
     )
     assert (found.worth, found.kernel) == ("yes", "vllm")
+
+
+def test_a_launch_alone_is_no_minimum_where_bytes_have_to_move():
+    found = only(record({"floor-launch": 2.0, "eager": 80.0}))
+    assert (found.minimum_us, found.worth) == (None, "cannot tell")
+    assert "add floor-copy" in found.why
+    still = only(record({"floor-launch": 2.0, "eager": 80.0}, bytes_min=0))
+    assert (still.bound, still.minimum_us, still.worth) == ("launch", 2.0, "no")
+
+
+def test_a_short_copy_needs_the_time_of_a_launch():
+    found = only(record({"floor-copy": 3.0, "eager": 80.0}))
+    assert (found.bound, found.minimum_us, found.worth) == ("cannot tell", 3.0, "cannot tell")
+    assert "add floor-launch" in found.why
+    kept = only(record({"floor-copy": 3.0, "eager": 80.0}, limits=LIMITS))  # 2 µs to launch
+    assert (kept.bound, kept.minimum_us, kept.worth) == ("launch", 3.0, "no")
 
 
 def test_limits_of_the_machine_stand_in_for_floors_that_were_not_measured():
@@ -177,7 +197,7 @@ def test_not_worth_it_worth_trying_or_not_to_be_told(times, noise, worth, words)
     [("cpu", "fuse it with its neighbours"), ("cuda:0", "fuse it with its neighbours or capture a CUDA graph")],
 )
 def test_what_starting_anything_binds_is_not_worth_it(device, fix):
-    made = record({"floor-launch": 10.0, "eager": 90.0})
+    made = record({"floor-copy": 9.0, "floor-launch": 10.0, "eager": 90.0})
     made.environment["device"] = device
     found = only(made)
     assert (found.bound, found.worth, found.why) == ("launch", "no", f"it is launch-bound; {fix}")

@@ -120,13 +120,13 @@ INTENSE = 8.0
 
 
 def limits(
-    times: Mapping[str, float], known: Mapping[str, float] | None = None, intensity: float = 0.0
+    times: Mapping[str, float], known: Mapping[str, float] | None = None, intensity: float = 0.0, moves: bool = True
 ) -> tuple[str, float] | None:
     """The binding limit: memory traffic, products or launch latency. Floors measured within the group take precedence
-    over `known` limits measured earlier on this machine. None where it is undetermined, such as at high arithmetic
-    intensity (`intensity`) without a time for the products."""
+    over `known` limits measured earlier on this machine. None where it is undetermined: without a time for the bytes, if
+    any have to move (`moves`), and at high arithmetic intensity (`intensity`) without one for the products."""
     measured = {**(known or {}), **{kind: times[f"floor-{kind}"] for kind in LIMITS if f"floor-{kind}" in times}}
-    if not measured or ("matmul" not in measured and intensity > INTENSE):
+    if not measured or ("copy" not in measured and moves) or ("matmul" not in measured and intensity > INTENSE):
         return None
     name = max(measured, key=lambda n: measured[n])
     return name, measured[name]
@@ -229,7 +229,8 @@ def group_rows(
             comparisons.append(compared(twin, original, same, None))
     times = {name: time for name, time in times.items() if name not in twins}
     # With unknown FLOPs it is the time of the bytes, which no implementation can go below either.
-    limit = limits(times, known_limits(machine, rows[0]), intensity(rows[0])) if rows else None
+    first = rows[0] if rows else None
+    limit = limits(times, known_limits(machine, first), intensity(first), moves=first.bytes_min != 0) if first else None
     by_name = {m.provider: m for m in measurements}
     finished = []
     for row in rows:

@@ -26,6 +26,8 @@ WAITS = 1.25
 #: A copy that takes less than this many times the launch of an empty kernel, which it includes, moves its bytes in less
 #: time than it takes to launch.
 LAUNCHES = 2.0
+#: Microseconds. A copy that takes less than this may be mostly its launch, whose time is not known then.
+SHORT = 10.0
 #: A provider this many times faster than the limit disproves the limit: the floor ran from another cache level or on a
 #: busier machine.
 BEYOND = 1.5
@@ -104,10 +106,12 @@ def _verdict(key: tuple[str, str, str, str], rows: Sequence[Row], record: Record
     # Floors have the group's limit, too: it is known even if no provider is right.
     limited = next((r for r in rows if None not in (r.device_us, r.limit, r.share_of_limit)), None)
     minimum = _time(limited) * (limited.share_of_limit or 0.0) if limited else None
-    bound = _bound(limited, rows)
+    launch = next((r.device_us for r in rows if r.provider == "floor-launch"), None)
+    if launch is None:
+        launch = analysis.known_limits(record.limits, rows[0]).get("launch")
+    bound = _bound(limited, minimum, launch, rows)
     missed = [row.provider for row in rows if is_compiler(row.provider) and _nearly_right(row)]
     unknown = analysis.flops_unknown(record.measurements)
-    launch = next((r.device_us for r in rows if r.provider == "floor-launch"), None)
     overwriting = {m.provider for m in record.measurements if m.prepared.get("in_place")}
     fastest = next((r for r in timed if r.provider not in overwriting), None)  # in place fewer bytes may suffice
     beyond = fastest if fastest is not None and minimum is not None and _share(minimum, fastest) > BEYOND else None
@@ -135,14 +139,16 @@ def _verdict(key: tuple[str, str, str, str], rows: Sequence[Row], record: Record
     return Verdict(key, bound, minimum, tuple(gaps), saved, left, worth, kernel, why)
 
 
-def _bound(limited: Row | None, rows: Sequence[Row]) -> Bound:
+def _bound(limited: Row | None, minimum: float | None, launch: float | None, rows: Sequence[Row]) -> Bound:
     bound = "cannot tell" if limited is None else BOUND_BY.get(limited.limit, "cannot tell")
     floors = {row.provider: row.device_us for row in rows}
-    product, copy, launch = (floors.get(f"floor-{kind}") for kind in ("matmul", "copy", "launch"))
+    product, copy = (floors.get(f"floor-{kind}") for kind in ("matmul", "copy"))
     if bound == "compute" and product is not None and copy is not None and product <= WAITS * copy:
         return "memory"
     if bound == "memory" and copy is not None and launch is not None and copy < LAUNCHES * launch:
         return "launch"
+    if bound == "memory" and copy is not None and launch is None and minimum is not None and minimum < SHORT:
+        return "cannot tell"
     return bound
 
 
@@ -293,6 +299,12 @@ def _worth(
         return "cannot tell", None, why
     if bound == "launch":
         return "no", None, launching
+    if bound == "cannot tell":
+        return (
+            "cannot tell",
+            None,
+            f"launching may take most of the {number(minimum)} µs; add floor-launch to the providers",
+        )
     if missed:
         rest = f"the best other compiler, {best.provider}, is at {percent(reach)} of the limit"
         return "cannot tell", None, f"{untimed}; {rest}"
