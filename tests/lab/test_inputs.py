@@ -55,6 +55,8 @@ def test_what_is_written_is_what_is_meant(text, name, spec):
         ("x=fp32[4,4] strides(1)", "must have 2 strides, got 1"),
         ("x=fp32[4] uniform(1)", "must have 2 numbers in uniform, got 1"),
         ("x=fp32[4] uniform(2,1)", "must have LOW < HIGH"),
+        ("x=fp32[4] uniform(0,inf)", "HIGH - LOW in uniform that is a finite fp32"),
+        ("x=fp16[4] uniform(-40000,40000)", "HIGH - LOW in uniform that is a finite fp16"),
         ("x=i32[4] uniform(0,1)", "must be floating for uniform, got i32"),
         ("x=fp32[4] sometimes", "must have words of strides, fixed, .*, got 'sometimes'"),
         ("x=fp32[4] randn(a,b)", "must have numbers in randn"),

@@ -187,6 +187,10 @@ def _with(spec: TensorSpec, word: str, values: str | None, text: str) -> TensorS
         raise _bad(text, "have a finite MEAN and DEVIATION >= 0 in randn", str(values), "choose others")
     if word in ("uniform", "randint") and not numbers[0] < numbers[1]:
         raise _bad(text, f"have LOW < HIGH in {word}", str(values), "turn them round")
+    if word == "uniform" and not (math.isfinite(width := numbers[1] - numbers[0]) and _holds(spec.dtype, width)):
+        raise _bad(
+            text, f"have a HIGH - LOW in uniform that is a finite {spec.dtype}", str(values), "bring them closer"
+        )
     # The tensor's dtype, and the dtype it is drawn in.
     dtypes = (spec.dtype, "i64") if word == "randint" else (spec.dtype,)
     if not all(_holds(d, v) for d in dtypes for v in _reached(word, numbers)):
