@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from fusewise.lab import memory, plan, targets, truth
-from fusewise.lab.plugin import Run
+from fusewise.lab.plugin import Run, Unsupported
 from fusewise.lab.problem import Task
-from fusewise.lab.providers import ours
+from fusewise.lab.providers import floors, ours
 from fusewise.lab.targets import gated_mlp, geglu, gelu
 from fusewise.lab.worker import make_work
 from fusewise.ops.gated_linear import _onednn
@@ -270,3 +270,12 @@ def test_a_case_of_another_shape_has_a_name_of_its_own(tmp_path, monkeypatch):
                 plan.options(request, tmp_path)
         else:
             assert [task.case for task in plan.options(request, tmp_path).tasks] == names
+
+
+def test_matmuls_that_a_problem_does_not_name_have_no_floor():
+    """An empty call would take the place of the matmuls' time."""
+    task = Task(op="gelu", case="gelu-5x5", dtype="fp32", pass_="fwd", device="cpu", seed=0)
+    with pytest.raises(Unsupported, match="knows no matmuls"):
+        floors.MatMul().build(targets.problem_for(task))
+    unit = targets.problem_for(replace(task, op="geglu", case="quick-decode"))
+    assert floors.MatMul().build(unit).enter is not None
