@@ -234,3 +234,10 @@ def test_an_end_is_seen_without_a_signal(tmp_path):
             assert process.wait(timeout=20) == 7
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def test_what_torchs_profiler_prints_is_nobodys_last_word(tmp_path):
+    worker = object.__new__(WorkerProcess)
+    worker.log, worker.log_start = tmp_path / "log", 4
+    worker.log.write_text("old\nit broke\nUSDT:2026-11-27 1:1 Handler.cpp:59] profiler_stop\n")
+    assert worker._last_words() == "it broke"

@@ -166,4 +166,5 @@ class WorkerProcess:
                 lines = log.read()[-4096:].decode("utf-8", errors="replace").strip().splitlines()
         except OSError:
             return ""
+        lines = [line for line in lines if not line.startswith("USDT:")]  # torch's profiler reports start and stop
         return lines[-1].strip()[:300] if lines else ""
