@@ -142,6 +142,30 @@ def test_samples_have_fewer_calls_where_even_the_fastest_takes_long(monkeypatch,
     assert {m.prepared["calls_per_sample"] for m in made.measurements} == {calls}
 
 
+LIMITS = {
+    "device": "test", "created": "2026-01-01T00:00:00+00:00", "copy_gb_s": 10.0, "triad_gb_s": 9.0, "launch_us": 2.0,
+    "matmul_tflop_s": {"fp32": 1.0}, "clocks": None, "versions": {"torch": "2"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flops", "floor", "found", "limit", "measured"),
+    [
+        (10**5, "floor-copy", LIMITS, "copy", 0),
+        (10**8, "floor-copy", LIMITS, "matmul", 1),  # once for both groups
+        (10**8, "floor-copy", None, None, 1),  # it failed, and is not tried again
+        (10**8, "floor-matmul", LIMITS, None, 0),  # the copy has no time
+    ],
+)
+def test_the_rate_of_matmuls_without_a_floor_is_measured(monkeypatch, tmp_path, flops, floor, found, limit, measured):
+    asked = []
+    monkeypatch.setattr(study.limits, "measure_apart", lambda device, *_: asked.append(device) or found)
+    times = {"eager": 300.0, floor: 50.0}
+    made = studied(monkeypatch, tmp_path, times, groups=2, spread=0.01, asked=lambda _: {"flops_min": flops})
+    assert asked == ["cpu"] * measured
+    assert [row.limit for row in made.rows if row.provider == "eager"] == [limit, limit]
+
+
 @pytest.mark.parametrize(("us", "calls"), [(900.0, 16), (1100.0, 16), (5000.0, 5), (90_000.0, 1)])
 def test_samples_of_a_hopeless_provider_take_no_longer_than_its_turns(monkeypatch, tmp_path, us, calls):
     times = {"eager": us, "liger": 100.0, "floor-copy": 1.0}

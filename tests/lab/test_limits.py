@@ -65,6 +65,22 @@ def test_nothing_kept_is_told():
     assert "none are kept for cpu; run `fusewise limits --device cpu`" in result.output
 
 
+def test_they_are_measured_in_another_process(tmp_path, monkeypatch):
+    log = tmp_path / "limits.log"
+    assert limits.measure_apart("cuda:99", log, 60) is None  # without a GPU, or with fewer
+    assert "limits: device must" in log.read_text()
+    python, program = limits.sys.executable, tmp_path / "python"
+    monkeypatch.setattr(limits.sys, "executable", str(program))
+    assert limits.measure_apart("cpu", log, 60) is None  # no such program
+    assert "No such file" in log.read_text()
+    program.write_text(f"#!{python}\nimport sys\nfrom fusewise.lab import limits\n"
+                       f"limits.keep({FOUND}, sys.argv[-1])\n")  # fmt: skip
+    program.chmod(0o755)
+    assert limits.measure_apart("cpu", log, 0.01) is None
+    assert "timed out" in log.read_text()
+    assert limits.measure_apart("cpu", log, 60) == FOUND
+
+
 @pytest.mark.parametrize(
     "content",
     ["", "[]", "{}", "nonsense", json.dumps({**FOUND, "copy_gb_s": "fast"}), json.dumps({**FOUND, "launch_us": -1.0}),

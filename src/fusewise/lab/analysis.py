@@ -137,6 +137,12 @@ def intensity(row: Row) -> float:
     return (row.flops_min or 0) / row.bytes_min if row.bytes_min else 0.0
 
 
+def lacks_rate(rows: Sequence[Row]) -> bool:
+    """Whether the limit of a group cannot be told before the rate of the device's matmuls is known."""
+    measured = any(row.provider == "floor-matmul" and row.status == "ok" for row in rows)
+    return any(row.status == "ok" for row in rows) and intensity(rows[0]) > INTENSE and not measured
+
+
 def flops_unknown(measurements: Iterable[Measurement]) -> list[str]:
     """Names of the operators because of which the FLOPs of the group are unknown; computing may then take longer than
     its limit says."""

@@ -11,6 +11,9 @@ import datetime
 import hashlib
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -22,6 +25,7 @@ from fusewise._shared import cache
 from fusewise.ops.gated_linear import _onednn
 
 from . import machine
+from .nursery import python_path
 from .problem import DTYPES, PRECISIONS, reset_precision, set_precision
 from .record import Json
 from .schema import fault
@@ -123,6 +127,20 @@ def keep(found: Json, device: str) -> Path:
     file = path(device)
     cache.change(file, lambda _: found)
     return file
+
+
+def measure_apart(device: str, log: Path, timeout: float) -> Json | None:
+    """Measure and keep the limits in another process, as `fusewise limits` does: the caller never holds the device.
+    None if they could not be measured or kept, with the reason at the end of `log`."""
+    with log.open("ab") as sink:
+        command = [sys.executable, "-m", "fusewise", "limits", "--device", device]
+        env = {**os.environ, "PYTHONPATH": python_path()}
+        try:
+            done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, timeout=timeout)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            sink.write(f"{error}\n".encode())
+            return None
+    return None if done.returncode else kept(device)
 
 
 def kept(device: str) -> Json | None:

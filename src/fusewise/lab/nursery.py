@@ -104,9 +104,7 @@ class Nursery:
         """`log` receives the server's output; without it there is no server and each worker is a fresh process.
         `files`: descriptors that workers inherit. `modules`: extra imports besides torch, for processes that time
         nothing."""
-        source = str(Path(fusewise.__file__).parents[1])
-        paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        self.env = {**os.environ, **(env or {}), WORKER: "1", "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+        self.env = {**os.environ, **(env or {}), WORKER: "1", "PYTHONPATH": python_path()}
         self.files = tuple(files)
         self.log = log
         self.modules = tuple(modules)
@@ -155,6 +153,13 @@ class Nursery:
             env=self.env,
             start_new_session=True,  # Ctrl-C goes to the coordinator only, which ends its children together
         )
+
+
+def python_path() -> str:
+    """For a process that imports this very package, wherever it was imported from."""
+    source = str(Path(fusewise.__file__).parents[1])
+    paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return os.pathsep.join(dict.fromkeys(paths))
 
 
 def unfit() -> str:

@@ -21,7 +21,7 @@ from . import analysis, folder, inside, limits, machine, record, spent
 from .options import Options, new_id, request
 from .problem import Task
 from .process import WorkerFailed
-from .record import Measurement, Record, Row
+from .record import Json, Measurement, Record, Row
 from .seats import Seat, Seats
 
 #: A provider that takes this many times as long as the fastest has turns of at most this many seconds after the first
@@ -49,6 +49,8 @@ class Listener(Protocol):
     def round(self, number: int, times: Mapping[str, float]) -> None: ...
 
     def rows(self, rows: Sequence[Row]) -> None: ...
+
+    def note(self, text: str) -> None: ...
 
 
 def _samples(warmed: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
@@ -128,6 +130,7 @@ class Study:
         self.deadline = math.inf
         self.preparing: list[float] = []  # seconds before the first round of each group
         self.spent = spent.Parts()
+        self.asked_limits = False
 
     def run(self) -> Record:
         options = self.options
@@ -203,6 +206,8 @@ class Study:
         known: dict[str, Any] = next((r for r in replies.values() if "bytes_min" in r), {})
         rows = [self._row(task, seat, replies[seat.name], shape, known) for seat in self.seats.all]
         kept = [m for m in measurements.values() if m.rounds or m.prepared["status"] != "missing"]
+        if self.record.limits is None and analysis.lacks_rate(rows):
+            self.record.limits = self._limits()
         rows, comparisons = analysis.group_rows(rows, kept, self.record.limits)
         self.record.add(rows, kept, comparisons)
         record.append_rows(self.options.out / "rows.jsonl", rows)
@@ -323,6 +328,18 @@ class Study:
                 measurements[seat.name].prepared |= found
                 if reply.get("leaving"):
                     self.seats.stop(seat)
+
+    def _limits(self) -> Json | None:
+        """The machine's limits, measured now: a function's matmuls have no floor of their own. Only once: if it fails,
+        the verdict says what is missing."""
+        if self.asked_limits:
+            return None
+        self.asked_limits = True
+        self.listener.note("measuring this machine's limits, which later studies will find kept")
+        with self.spent.part("measuring"):
+            return limits.measure_apart(
+                self.options.device, self.options.out / "logs" / "limits.log", self.options.timeout
+            )
 
     def _afterwards(self, seat: Seat, do: str) -> dict[str, Any]:
         """The reply to a request after the last round, which cannot cost a row."""
