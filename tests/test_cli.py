@@ -179,7 +179,7 @@ def test_bad_command_lines_exit_2_with_a_fix(arguments, words):
         (("providers",), "commands.provider_states"),
     ],
 )
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interruption_exits_130_wherever_it_comes(arguments, where, end, monkeypatch):
     def interrupted(*_):
         signal.raise_signal(end)
@@ -192,6 +192,21 @@ def test_an_interruption_exits_130_wherever_it_comes(arguments, where, end, monk
     finally:
         signal.signal(signal.SIGINT, before)
     assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+
+
+def test_a_hangup_that_nohup_ignores_ends_nothing(monkeypatch):
+    def seen(*_):
+        signal.raise_signal(signal.SIGHUP)
+        raise ValueError("still here")
+
+    monkeypatch.setattr(importlib.import_module("fusewise.lab.plan"), "options", seen)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        result = invoke("study", "gelu", "--device", "cpu")
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert result.exit_code == 2 and "still here" in result.stderr
 
 
 @pytest.mark.parametrize("command", [["-m", "fusewise"], ["fusewise"]])

@@ -55,12 +55,13 @@ TWO = {"cases": ("cube-4", "cube-10"), "providers": "lab_fakes:Right,lab_fakes:S
 SLOW = {**TWO, "FAKES_ARE_SLOW": "1"}
 
 
-def test_a_termination_is_an_interruption(tmp_path):
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGHUP])
+def test_a_termination_is_an_interruption(tmp_path, end):
     out = tmp_path / "run"
     with command(out, **SLOW) as process:
         until_rows(out, process, 2)
         time.sleep(0.3)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(end)
         process.communicate(timeout=120)
     assert process.returncode == 130
     assert len(record.read(out).rows) == 2

@@ -29,8 +29,8 @@ Exit codes:
 
 
 class Verbs(click.Group):
-    """Handles in the same way for every command: an interruption, by Ctrl-C or SIGTERM, and an option given twice, of
-    which click would take the last.
+    """Handles in the same way for every command: an interruption, by Ctrl-C, SIGTERM or SIGHUP, and an option given
+    twice, of which click would take the last.
     """
 
     def resolve_command(
