@@ -12,6 +12,7 @@ from time import sleep
 from types import SimpleNamespace
 
 import pytest
+from builders import LIMITS
 
 from fusewise.lab import plugin, seats, study
 from fusewise.lab.options import Options
@@ -140,12 +141,6 @@ def test_samples_have_fewer_calls_where_even_the_fastest_takes_long(monkeypatch,
     times = {"eager": 3 * fastest_us, "liger": fastest_us, "floor-copy": 1.0}
     made = studied(monkeypatch, tmp_path, times, spread=0.01, asked=lambda _: {"calls_per_sample": 16})
     assert {m.prepared["calls_per_sample"] for m in made.measurements} == {calls}
-
-
-LIMITS = {
-    "device": "test", "created": "2026-01-01T00:00:00+00:00", "copy_gb_s": 10.0, "triad_gb_s": 9.0, "launch_us": 2.0,
-    "matmul_tflop_s": {"fp32": 1.0}, "clocks": None, "versions": {"torch": "2"},
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,12 @@ import os
 
 import pytest
 import torch
-from builders import measurement, row
+from builders import LIMITS, measurement, row
 from click.testing import CliRunner
 
 import fusewise
 from fusewise.cli import cli
 from fusewise.lab import analysis, commands, limits, plan, schema
-
-FOUND = {
-    "device": "test", "created": "2026-01-01T00:00:00+00:00", "copy_gb_s": 1000.0, "triad_gb_s": 900.0,
-    "launch_us": 2.0, "matmul_tflop_s": {"fp32": 1.0}, "clocks": None, "versions": {"torch": "2"},
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -74,28 +69,28 @@ def test_they_are_measured_in_another_process(tmp_path, monkeypatch):
     assert limits.measure_apart("cpu", log, 60) is None  # no such program
     assert "No such file" in log.read_text()
     program.write_text(f"#!{python}\nimport sys\nfrom fusewise.lab import limits\n"
-                       f"limits.keep({FOUND}, sys.argv[-1])\n")  # fmt: skip
+                       f"limits.keep({LIMITS}, sys.argv[-1])\n")  # fmt: skip
     program.chmod(0o755)
     assert limits.measure_apart("cpu", log, 0.01) is None
     assert "timed out" in log.read_text()
-    assert limits.measure_apart("cpu", log, 60) == FOUND
+    assert limits.measure_apart("cpu", log, 60) == LIMITS
 
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "{}", "nonsense", json.dumps({**FOUND, "copy_gb_s": "fast"}), json.dumps({**FOUND, "launch_us": -1.0}),
-     json.dumps({**FOUND, "matmul_tflop_s": {"fp32": None}}), json.dumps({**FOUND, "matmul_tflop_s": 3}),
-     json.dumps({**FOUND, "copy_gb_s": float("inf")}), json.dumps({**FOUND, "clocks": {"sm_mhz": "high"}})],
+    ["", "[]", "{}", "nonsense", json.dumps({**LIMITS, "copy_gb_s": "fast"}), json.dumps({**LIMITS, "launch_us": -1.0}),
+     json.dumps({**LIMITS, "matmul_tflop_s": {"fp32": None}}), json.dumps({**LIMITS, "matmul_tflop_s": 3}),
+     json.dumps({**LIMITS, "copy_gb_s": float("inf")}), json.dumps({**LIMITS, "clocks": {"sm_mhz": "high"}})],
 )  # fmt: skip
 def test_a_file_that_is_not_ours_counts_as_none(content):
-    limits.keep(FOUND, "cpu")
-    assert limits.kept("cpu") == FOUND
+    limits.keep(LIMITS, "cpu")
+    assert limits.kept("cpu") == LIMITS
     limits.path("cpu").write_text(content)
     assert limits.kept("cpu") is None
 
 
 def test_a_file_that_others_could_write_counts_as_none():
-    limits.keep(FOUND, "cpu")
+    limits.keep(LIMITS, "cpu")
     os.chmod(limits.path("cpu"), 0o666)
     assert limits.kept("cpu") is None
 
@@ -103,7 +98,7 @@ def test_a_file_that_others_could_write_counts_as_none():
 def test_a_user_without_a_place_for_them_has_none_and_is_told(monkeypatch):
     monkeypatch.setenv("FUSEWISE_CACHE_DIR", "/proc/fusewise")
     assert limits.kept("cpu") is None
-    monkeypatch.setattr(limits, "measure", lambda _: FOUND)
+    monkeypatch.setattr(limits, "measure", lambda _: LIMITS)
     result = CliRunner().invoke(cli, ["limits", "--device", "cpu"])
     assert result.exit_code == 1
     assert "limits: not kept" in result.output and "copy" in result.output  # they are printed all the same
@@ -111,24 +106,24 @@ def test_a_user_without_a_place_for_them_has_none_and_is_told(monkeypatch):
 
 
 def test_another_build_or_thread_count_has_limits_of_its_own(monkeypatch):
-    limits.keep(FOUND, "cpu")
+    limits.keep(LIMITS, "cpu")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
     assert limits.kept("cpu") is None
 
 
 def test_they_give_shares_where_a_run_has_no_floors():
-    rows, _ = analysis.group_rows([row("eager")], [measurement("eager", [[16.0]] * 4)], FOUND)
+    rows, _ = analysis.group_rows([row("eager")], [measurement("eager", [[16.0]] * 4)], LIMITS)
     assert (rows[0].limit, rows[0].share_of_limit) == ("copy", pytest.approx(0.5))  # 8 MB at 1000 GB/s: 8 µs
-    rows, _ = analysis.group_rows([row("eager", flops_min=32_000_000)], [measurement("eager", [[64.0]] * 4)], FOUND)
+    rows, _ = analysis.group_rows([row("eager", flops_min=32_000_000)], [measurement("eager", [[64.0]] * 4)], LIMITS)
     assert (rows[0].limit, rows[0].share_of_limit) == ("matmul", pytest.approx(0.5))
     small = [row("eager", bytes_min=1000)]
-    rows, _ = analysis.group_rows(small, [measurement("eager", [[4.0]] * 4)], FOUND)
+    rows, _ = analysis.group_rows(small, [measurement("eager", [[4.0]] * 4)], LIMITS)
     assert (rows[0].limit, rows[0].share_of_limit) == ("launch", pytest.approx(0.5))
 
 
 def test_a_floor_of_the_run_counts_before_them():
     pair = [measurement("eager", [[40.0]] * 4), measurement("floor-copy", [[20.0]] * 4)]
-    rows, _ = analysis.group_rows([row("eager"), row("floor-copy", error=None)], pair, FOUND)
+    rows, _ = analysis.group_rows([row("eager"), row("floor-copy", error=None)], pair, LIMITS)
     assert (rows[0].limit, rows[0].share_of_limit) == ("copy", pytest.approx(0.5))
 
 
@@ -157,7 +152,7 @@ def unmeasured(monkeypatch):
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_a_study_that_can_tell_no_share_says_so_first(providers, kept, told, flags, unmeasured, tmp_path):
     if kept:
-        limits.keep(FOUND, "cpu")
+        limits.keep(LIMITS, "cpu")
     named = [] if providers is None else ["--providers", ",".join(providers)]
     asked = ["study", "rope", "--case", "cube-4", "--device", "cpu", "--out", str(tmp_path / "run"), *named, *flags]
     result = CliRunner().invoke(cli, asked)

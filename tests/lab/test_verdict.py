@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from builders import measurement, row, study_record
+from builders import LIMITS, measurement, row, study_record
 
 from fusewise.lab import analysis
 from fusewise.lab.verdict import Verdict, is_compiler, moved, sentences, summary, verdicts
@@ -30,12 +30,6 @@ def only(found) -> Verdict:
 
 def ledger(provider, *kernels):
     return {**PLACE, "provider": provider, "kernels": [{"name": "k", "read": r, "written": w} for r, w in kernels]}
-
-
-LIMITS = {
-    "device": "test", "created": "", "copy_gb_s": 1000.0, "triad_gb_s": 900.0, "launch_us": 2.0,
-    "matmul_tflop_s": {"fp32": 1.0}, "clocks": None, "versions": {},
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(
