@@ -63,6 +63,7 @@ BUILT_IN = (
     "fusewise.lab.providers.ours:GatedTritonRecompute",
     "fusewise.lab.providers.ours:GatedCuda",
     "fusewise.lab.providers.ours:GatedCudaRecompute",
+    "fusewise.lab.providers.ours:GatedCudaTraining",
     "fusewise.lab.providers.ours:GatedGluon",
     "fusewise.lab.providers.ours:GatedGluonRecompute",
     "fusewise.lab.providers.fused_rope:NormReference",

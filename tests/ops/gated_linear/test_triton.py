@@ -36,7 +36,7 @@ def every_configuration() -> list[tuple[str, bool, _triton.Config]]:
     found = {}
     for epilogue, tma in itertools.product(("y", "preact", "gradient", "down"), (True, False)):
         sizes = (1, 16, 40, 64, 65, 256, 1024, 4096, 65536)
-        for rows, hidden in itertools.product(sizes, (512, 2048, 8192, 32768)):
+        for rows, hidden in itertools.product(sizes, (512, 2048, 8192, 10240, 16384, 17408, 24576, 32768)):
             config = _triton.choose(rows, hidden, 132, epilogue=epilogue, tma=tma)
             found[epilogue, tma, config] = None
     return list(found)
@@ -51,6 +51,27 @@ def test_the_heuristic_is_deterministic_and_grows_with_the_shape() -> None:
     areas = [config.block_m * config.block_f for config in chosen]
     assert areas == sorted(areas) and chosen[-1].block_m == chosen[-1].block_f == 128
     assert chosen[0].block_m == 16 and chosen[1].block_m == 64
+
+
+def test_few_rows_take_the_first_tile_that_runs_at_once() -> None:
+    """Every tile of the tables is chosen somewhere, and shares a key's space with the others."""
+    for epilogue, table in (("y", _triton._FEW_ROWS), ("down", _triton._FEW_ROWS_DOWN)):
+        for rows, known in table.items():
+            tiles = [config for config, _ in known]
+            found = {_triton.choose(rows, f, 132, epilogue=epilogue) for f in range(512, 40960, 512)}
+            assert found == set(tiles)
+            assert set(tiles) <= set(_triton.configurations(rows, 4096, 132, epilogue=epilogue, tma=True))
+            first, resident = known[0]
+            most = resident * 132 * first.block_f
+            assert _triton.choose(rows, most, 132, epilogue=epilogue) == first
+            assert _triton.choose(rows, most + 1, 132, epilogue=epilogue) != first
+    assert _triton.choose(3, 4096, 132, epilogue="y").block_m == 16
+
+
+def test_few_rows_avoid_a_nearly_empty_last_wave() -> None:
+    """Of 64 rows by 17408 features, tiles of 32 features would leave 16 to the third wave."""
+    assert _triton.choose(64, 16896, 132, epilogue="y").block_f == 32
+    assert _triton.choose(64, 17408, 132, epilogue="y").block_f == 16
 
 
 def test_sums_are_few_and_every_multiprocessor_has_work() -> None:

@@ -234,6 +234,19 @@ class GatedCudaRecompute(GatedCuda):
     name, save = "fusewise-cuda-recompute", "input"
 
 
+class GatedCudaTraining(GatedCuda):
+    """A training step's forward alone: it also writes the pre-activations and keeps them."""
+
+    name, default = "fusewise-cuda-training", False
+    ops = ("geglu",)
+
+    def build(self, problem: Problem) -> Run:
+        if problem.task.pass_ != "fwd":
+            raise Unsupported("with gradients they are kept anyway: see fusewise-cuda")
+        run = super().build(problem)
+        return replace(run, enter=lambda *xs: tuple(x.detach().requires_grad_() for x in xs), form="fused-training")
+
+
 class GatedGluon(_Gated):
     """Both products and the gate in one persistent, warp-specialised Gluon kernel for Hopper."""
 

@@ -59,17 +59,48 @@ class Config:
     split: bool = False  # the epilogue in two halves
 
 
+def _streaming(rows: int, block_f: int, block_d: int, num_stages: int) -> Config:
+    return Config(rows, block_f, block_d, 4, num_stages, group_m=1)
+
+
+#: Tiles of up to 64 rows by their rows, preferred first, each with how many of its programs an SM of Hopper runs at a time.
+_FEW_ROWS = {
+    16: ((_streaming(16, 32, 256, 3), 2), (_streaming(16, 32, 128, 3), 5), (_streaming(16, 64, 128, 3), 3)),
+    32: ((_streaming(32, 16, 128, 3), 4), (_streaming(32, 64, 128, 3), 2), (_streaming(32, 16, 256, 3), 3)),
+    64: ((_streaming(64, 16, 128, 3), 3), (_streaming(64, 32, 128, 3), 2), (_streaming(64, 32, 64, 3), 4)),
+}  # fmt: skip
+#: The same for the gradient through the down projection, which reads one weight, `block_f` elements at a time. Some run in
+#: larger numbers than these, but then take more time than the next.
+_FEW_ROWS_DOWN = {
+    16: ((_streaming(16, 32, 256, 3), 2), (_streaming(16, 32, 64, 4), 3), (_streaming(16, 64, 64, 4), 6)),
+    32: ((_streaming(32, 32, 256, 3), 2), (_streaming(32, 32, 64, 4), 3), (_streaming(32, 64, 64, 4), 5)),
+    64: ((_streaming(64, 32, 64, 5), 3), (_streaming(64, 32, 64, 4), 4), (_streaming(64, 32, 64, 3), 5)),
+}  # fmt: skip
+
+
+def _for_few_rows(rows: int, hidden: int, processors: int, *, down: bool) -> Config:
+    """Up to 64 rows, reading the weight dominates, at full rate as long as every SM has programs. So the first tile of
+    which all programs run at once; else the one whose last programs keep the most SMs busy."""
+    known = (_FEW_ROWS_DOWN if down else _FEW_ROWS)[max(16, triton.next_power_of_2(rows))]
+    for config, resident in known:
+        if triton.cdiv(hidden, config.block_f) <= resident * processors:
+            return config
+
+    def cost(config: Config, resident: int) -> float:
+        """Time in features: too few last programs, of less than 32 features per SM, take as long as those would; x comes
+        from L2 and hardly counts."""
+        last = triton.cdiv(hidden, config.block_f) % (resident * processors) * config.block_f
+        return float((hidden + max(0, 32 * processors - last)) * (1 + 0.01 * config.block_m / config.block_f))
+
+    return min(known, key=lambda each: cost(*each))[0]
+
+
 @functools.lru_cache(maxsize=4096)
 def choose(rows: int, hidden: int, processors: int, *, epilogue: str, tma: bool = True) -> Config:
-    """Heuristic configuration of the GEMM kernels for a shape and device.
-
-    Up to 64 rows, reading the weight dominates: narrow tiles, so that every SM streams its share. Above, the tile with
-    the least estimated time (see `_waves`).
-    """
+    """Heuristic configuration of the GEMM kernels for a shape and device: up to 64 rows see `_for_few_rows`; above, the tile
+    with the least estimated time (see `_waves`)."""
     if rows <= 64:
-        block_m = max(16, triton.next_power_of_2(rows))
-        block_f = 32 if hidden >= 2 * 32 * processors and block_m < 64 else 16
-        return Config(block_m, block_f, 128, 4, 4, group_m=1)
+        return _for_few_rows(rows, hidden, processors, down=epilogue == "down")
     candidates = [Config(128, 64, 64, 8, 4), Config(64, 64, 64, 4, 4)]
     if tma:
         candidates.append(Config(128, 128, 64, 8, 4 if epilogue == "y" else 3, split=True))
@@ -91,7 +122,7 @@ def configurations(rows: int, hidden: int, processors: int, *, epilogue: str, tm
     if rows <= 64:
         few = [
             Config(chosen.block_m, f, d, 4, s, group_m=1)
-            for f, d, s in itertools.product((16, 32, 64), (64, 128, 256), (3, 4, 5))
+            for f, d, s in itertools.product((16, 32, 64), (64, 128, 256), (2, 3, 4, 5))
         ]
         others = [c for c in few if c.num_stages * (c.block_m + 2 * c.block_f) * c.block_d * 2 <= SHARED]
     else:

@@ -28,7 +28,7 @@ from ._problem import Activation
 Form = Literal[
     "eager", "two-kernels", "fused", "fused-recompute", "chunked", "chunked-recompute", "chunked-apart", "chunked-apart-recompute",
     "chunked-apart-dw", "chunked-apart-dw-recompute",
-    "unfused", "unfused-recompute",
+    "unfused", "unfused-recompute", "fused-training",
 ]  # fmt: skip
 
 
@@ -102,6 +102,7 @@ class GatedCase:
         "chunked-apart-recompute" are with oneDNN, which needs a chunk of both, "chunked-apart-dw" and
         "chunked-apart-dw-recompute" if it computes dW, too, for which it needs more memory (`apart_bytes`).
         "unfused" and "unfused-recompute" are float32 products on a GPU, by the library, followed by the gate: 2h and y.
+        "fused-training" is the forward alone of "fused" with gradients, of which the 2h are left.
         """
         itemsize = PRECISIONS[dtype].itemsize
         h = self.rows * self.hidden * itemsize
@@ -109,9 +110,13 @@ class GatedCase:
         if form.startswith("chunked"):
             chunk = scratch_bytes(self.rows, self.hidden, itemsize, apart="apart" in form)
         recompute = form.endswith("recompute")
-        forward = {"eager": 4 * h, "two-kernels": 3 * h, "unfused": 3 * h, "unfused-recompute": 3 * h}.get(
-            form, h + chunk
-        )
+        forward = {
+            "eager": 4 * h,
+            "two-kernels": 3 * h,
+            "unfused": 3 * h,
+            "unfused-recompute": 3 * h,
+            "fused-training": 3 * h,
+        }.get(form, h + chunk)
         if direction == "fwd":
             return forward
         large = 2 * h >= LARGE_BYTES
