@@ -73,6 +73,12 @@ MLP = {
 }
 # For the table with both passes; the other providers are measured for few rows only.
 TRAINED = {name: word for name, word in GATED.items() if name not in ("fusewise-triton", "eager")}
+KEPT = {
+    "fusewise-cuda": "fusewise, y alone",
+    "fusewise-cuda-training": "fusewise, y and pre-activations",
+    "torch.compile": "torch.compile",
+    "eager": "eager",
+}
 MLP_SHOWN = ("mlp-n16384-d1024", "mlp-n16384-d2048")
 GATED_SHOWN = (
     "memory-n16384-d1024", "memory-n16384-d2048", "memory-n16384-d4096", "memory-n16384-d8192", "memory-n32768-d8192",
@@ -341,6 +347,11 @@ def by_products(found: Groups, cases: Sequence[str], names: Mapping[str, str]) -
     return markdown(["× the matmul · GiB", "matmul ms", *(names[p] for p in present)], rows)
 
 
+def kept(found: Groups) -> Groups:
+    """The forward comparisons in which a forward of training took part."""
+    return {key: group for key, group in found.items() if "fusewise-cuda-training" in group}
+
+
 def gated_widths(found: Groups) -> str:
     """All of `geglu-memory` in bfloat16 by width d: times and peaks of memory, smallest to largest over the row counts."""
     names = re.compile(r"memory-n(\d+)-d(\d+)")
@@ -536,6 +547,7 @@ def parts() -> dict[str, str]:
         "h200-sweep": sweep(gpu),
         "h200-cached": cached(groups("h200", "rope_and_cache")),
         "h200-gated": by_products(groups("h200", "geglu"), GATED_SHOWN, TRAINED),
+        "h100-kept": by_products(kept(groups("h100", "geglu")), GATED_SHOWN, KEPT),
         "h200-gated-widths": gated_widths(groups("h200", "geglu")),
         "h200-mlp": by_products(groups("h200", "gated_mlp"), MLP_SHOWN, MLP),
         "h200-gated-decode": gated_decode(groups("h200", "geglu")),
