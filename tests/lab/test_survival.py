@@ -117,13 +117,19 @@ def test_an_interrupt_while_it_looks_inside_keeps_all_times(tmp_path):
 
 
 def test_a_run_that_was_killed_goes_on_where_it_was(tmp_path):
-    """Until then no other study has its folder."""
-    out = tmp_path / "run"
-    with command(out, **SLOW) as process:
+    """Until then no other study has its folder. Its temporary files are gone soon after."""
+    out, temporary = tmp_path / "run", tmp_path / "temporary"
+    temporary.mkdir()
+    with command(out, **SLOW, TMPDIR=str(temporary)) as process:
         until_rows(out, process, 2)
+        assert [*temporary.glob("fusewise-study-*")]
         code, _, said = finished(command(out))
         process.kill()
         process.communicate()
+    deadline = time.monotonic() + 30
+    while [*temporary.glob("fusewise-study-*")]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     assert process.returncode == -signal.SIGKILL
     assert code == 1
     assert f"must be free, got {out}, where process {process.pid} is at work" in " ".join(said.split())

@@ -8,7 +8,8 @@ thread survives, and CUDA does not work, so the server verifies that it is singl
     nursery → status socket the worker's pid and later its exit code; the pid is not reaped until the socket closes
 
 A worker exits when its stdin closes, and the nursery when the coordinator's socket does, so nothing outlives a killed
-coordinator. If the nursery is killed, its workers go on and later ones start without it.
+coordinator, nor does its folder for temporary files. If the nursery is killed, its workers go on and later ones start
+without it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import gc
 import importlib
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -100,14 +102,16 @@ class Nursery:
         env: Mapping[str, str] | None = None,
         files: Sequence[int] = (),
         modules: Sequence[str] = (),
+        scratch: Path | None = None,
     ) -> None:
         """`log` receives the server's output; without it there is no server and each worker is a fresh process.
         `files`: descriptors that workers inherit. `modules`: extra imports besides torch, for processes that time
-        nothing."""
+        nothing. `scratch`: a folder that the server deletes when it ends, and kills its workers before."""
         self.env = {**os.environ, **(env or {}), WORKER: "1", "PYTHONPATH": python_path()}
         self.files = tuple(files)
         self.log = log
         self.modules = tuple(modules)
+        self.scratch = scratch
         self.lock = threading.Lock()
         self.socket: socket.socket | None = None
         self.process: subprocess.Popen[bytes] | None = None
@@ -139,7 +143,7 @@ class Nursery:
     def _begin(self, log: Path) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, log.open("ab") as sink:
-            words = [__name__, str(theirs.fileno()), *self.modules]
+            words = [__name__, str(theirs.fileno()), str(self.scratch or ""), *self.modules]
             self.process = self._popen(words, sink, subprocess.DEVNULL, theirs.fileno())
         return ours
 
@@ -176,7 +180,7 @@ def unfit() -> str:
     return f"it has {threads} threads" if threads > 1 else ""
 
 
-def serve(requests: socket.socket) -> str:
+def serve(requests: socket.socket, scratch: str) -> str:
     """Fork a worker per request. Returns in the workers only, with the module to run."""
     import torch
 
@@ -202,6 +206,11 @@ def serve(requests: socket.socket) -> str:
         if requests in readable:
             module, files, _, _ = socket.recv_fds(requests, 256, 4)
             if not module:
+                if scratch:
+                    for pid in workers:
+                        os.killpg(pid, signal.SIGKILL)
+                        os.waitpid(pid, 0)
+                    shutil.rmtree(scratch, ignore_errors=True)
                 os._exit(0)  # skip the libraries' exit handlers, which have nothing to clean up and may be noisy
             pid = os.fork()
             if not pid:
@@ -229,13 +238,13 @@ def tell(status: socket.socket, number: int) -> None:
 def main() -> str:
     """In a worker: the module to run."""
     requests = socket.socket(fileno=int(sys.argv[1]))
-    modules, sys.argv[1:] = sys.argv[2:], []
+    scratch, modules, sys.argv[1:] = sys.argv[2], sys.argv[3:], []
     for module in (*MODULES, *modules):
         importlib.import_module(module)
     if why := unfit():
         sys.exit(f"{why}: workers start without it")
     gc.freeze()  # keeps workers' collections from touching, and thus copying, these pages
-    return serve(requests)
+    return serve(requests, scratch)
 
 
 if __name__ == "__main__":

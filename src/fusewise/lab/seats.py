@@ -89,6 +89,7 @@ class Seats:
                 self.options.out / "logs" / "nursery.log",
                 {**KEEP_MEMORY, **{variable: str(self.caches / name) for variable, name in CACHES.items()}},
                 [] if self.flush_file is None else [self.flush_file],
+                scratch=self.caches,
             )
             yield
         finally:
