@@ -275,6 +275,8 @@ def test_which_dtype_a_study_is_of():
     assert [x.dtype for x in p.tensors] == [torch.complex64, torch.bfloat16]
     with pytest.raises(ValueError, match="dtype must be fp32 where no input is of fp32, bf16, fp16, got 'bf16'; leave"):
         problem("modulus", "c64[8]", dtype="bf16")
+    with pytest.raises(ValueError, match=r"HIGH - LOW in uniform that is a finite fp16, got -100000,100000; bring"):
+        problem("doubled", "x=fp32[8] uniform(-1e5,1e5)", dtype="fp16")
 
 
 def test_a_narrow_dtype_leaves_a_modules_complex_numbers():

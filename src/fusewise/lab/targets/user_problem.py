@@ -55,7 +55,8 @@ class UserProblem(Problem):
         set_precision(task.dtype)  # the file may have set its own
         self.tf32 = tf32_allowed()
         specs = [
-            (name, self._of_task(spec)) for name, spec in functions.arguments(self.function, task.detail["inputs"])
+            (name, self._of_task(name, spec))
+            for name, spec in functions.arguments(self.function, task.detail["inputs"])
         ]
         #: Arguments, with None as placeholder for each of `tensors`.
         self.arguments: list[Any] = [None if isinstance(s, inputs.TensorSpec) else s for _, s in specs]
@@ -155,15 +156,16 @@ class UserProblem(Problem):
         if task.pass_ != before.pass_:  # other gradients and other bytes
             self._look()
 
-    def _of_task(self, spec: inputs.Spec) -> inputs.Spec:
-        """The spec in the task's dtype, if it has the dtype that `--dtype` replaces."""
+    def _of_task(self, name: str, spec: inputs.Spec) -> inputs.Spec:
+        """The spec in the task's dtype, if it has the dtype that `--dtype` replaces. ValueError if that lacks its values."""
         first = replaceable_dtype([inputs.parse(text) for text in self.task.detail["inputs"]])
         if first is None and self.task.dtype != "fp32":
             raise ValueError(
                 f"study: dtype must be fp32 where no input is of {', '.join(DTYPES)}, got {self.task.dtype!r}; leave it out"
             )
         if isinstance(spec, inputs.TensorSpec) and spec.dtype == first:
-            return replace(spec, dtype="fp32" if self.dtype == torch.float32 else self.task.dtype)
+            ours = replace(spec, dtype="fp32" if self.dtype == torch.float32 else self.task.dtype)
+            return inputs.parse(inputs.written(name, ours))[1]
         return spec
 
     def _make(self, name: str, spec: inputs.TensorSpec) -> Tensor:
