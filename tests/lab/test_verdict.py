@@ -38,7 +38,9 @@ def ledger(provider, *kernels):
         ({"floor-copy": 10.0, "floor-launch": 2.0}, "memory", 10.0),
         ({"floor-copy": 10.0, "floor-matmul": 40.0}, "compute", 40.0),
         ({"floor-copy": 10.0, "floor-matmul": 12.0}, "memory", 12.0),  # few rows: the product waits for its weights
+        ({"floor-copy": 10.0, "floor-matmul": 12.5}, "memory", 12.5),
         ({"floor-copy": 10.0, "floor-matmul": 13.0}, "compute", 13.0),
+        ({"floor-copy": 1.0, "floor-matmul": 8.0}, "compute", 8.0),  # a launch takes no longer than the copy
         ({"floor-copy": 1.0, "floor-launch": 2.0}, "launch", 2.0),
         ({"floor-copy": 1.0, "floor-launch": 2.0, "floor-matmul": 1.0}, "launch", 2.0),
         ({"floor-copy": 3.9, "floor-launch": 2.0}, "launch", 3.9),  # of which it moves its bytes in 1.9
@@ -116,6 +118,10 @@ def test_limits_of_the_machine_stand_in_for_floors_that_were_not_measured():
     assert (compute.bound, compute.minimum_us) == ("compute", pytest.approx(20.0))
     measured = only(record({"eager": 80.0, "floor-copy": 9.0}, limits=LIMITS))
     assert measured.minimum_us == pytest.approx(9.0)
+    product = only(record({"eager": 80.0, "floor-matmul": 20.0}, limits=LIMITS))
+    assert (product.bound, product.minimum_us) == ("compute", pytest.approx(20.0))
+    short = only(record({"eager": 80.0}, limits={**LIMITS, "launch_us": None}))
+    assert (short.bound, short.minimum_us) == ("memory", pytest.approx(8.0))  # of the bytes alone
 
 
 @pytest.mark.parametrize(
@@ -139,6 +145,9 @@ def test_unknown_operations_leave_open_what_the_bytes_do_not_settle(times, limit
     found = only(study_record(rows, samples, comparisons, limits=LIMITS))
     assert (found.bound, found.worth) == (bound, worth)
     assert found.minimum_us == (None if minimum is None else pytest.approx(minimum))
+    if worth == "no":
+        launching = "it is launch-bound; fuse it with its neighbours"
+        assert found.why == (launching if bound == "launch" else "eager is at 94.7 % of the limit")
     if worth == "cannot tell":
         assert found.why == (
             "the FLOPs of aten._linalg_svd are unknown: computing may take longer than moving the bytes, 9.00 µs"
@@ -170,9 +179,11 @@ def test_a_faster_library_is_told_beside_ours():
         ({"floor-copy": 10.0, "eager": 10.5, "liger": 9.8}, 0.001, "no", "eager is at 95.2 % of the limit"),
         ({"floor-copy": 10.0, "eager": 9.0, "liger": 6.0}, 0.5, "cannot tell", "liger is at 167 % of the floor"),
         ({"floor-copy": 10.0, "eager": 6.0}, 0.001, "cannot tell", "eager is at 167 % of the floor's speed"),
+        ({"floor-copy": 9.0, "eager": 6.0}, 0.001, "no", "eager is at 150 % of the limit"),
         ({"floor-copy": 10.0, "eager": 20.0}, 0.001, "try", "no hand-written kernel was measured"),
         ({"floor-copy": 10.0, "eager": 20.0, "liger": 20.0}, 0.001, "try", "measured here is faster"),
         ({"floor-copy": 10.0, "eager": 20.0, "liger": 17.0}, 0.3, "cannot tell", "ambiguous; measure more rounds"),
+        ({"floor-copy": 10.0, "eager": 20.0, "liger": 20.0, "vllm": 24.0}, 0.3, "cannot tell", "vllm against eager is"),
         ({"floor-copy": 10.0, "eager": 12.0}, 0.3, "cannot tell", "within the noise of this run, 30 %"),
         ({"floor-copy": 10.0, "floor-launch": 6.0, "eager": 20.0}, 0.001, "no", "it is launch-bound; fuse it with"),
         ({"floor-copy": 10.0, "liger": 20.0}, 0.001, "cannot tell", "no A/A pair"),
@@ -195,6 +206,12 @@ def test_what_starting_anything_binds_is_not_worth_it(device, fix):
     made.environment["device"] = device
     found = only(made)
     assert (found.bound, found.worth, found.why) == ("launch", "no", f"it is launch-bound; {fix}")
+
+
+def test_no_kernel_is_worth_it_where_nothing_takes_longer_than_starting_it():
+    """One that is faster than the best compiler launches less, as a fused neighbourhood or a graph would."""
+    found = only(record({"floor-copy": 9.0, "floor-launch": 10.0, "eager": 90.0, "liger": 12.0}))
+    assert (found.bound, found.worth, found.kernel) == ("launch", "no", None)
 
 
 def test_a_small_copy_that_mostly_launches_rules_out_no_kernel_that_was_measured_to_be_faster():
@@ -292,6 +309,7 @@ def test_causes_come_from_ledgers_hosts_clocks_and_counts():
     assert causes["jax"] == ("spills registers (sass)",)
     assert only(found).saved_bytes == 24_000_000
     assert moved(found.ledgers[0]) == 32_000_000
+    assert moved(ledger("eager", (None, 5), (6, None))) == 11
 
 
 def test_what_costs_nothing_is_no_cause():
@@ -300,7 +318,10 @@ def test_what_costs_nothing_is_no_cause():
         {"floor-copy": 10.0, "eager": 40.0},
         hosts={"eager": 39.0},
         ledgers=[ledger("eager", *[(1_000_000, 1_000_000)] * 4)],  # and the time of a launch is unknown
-        code=[{**stage, "counts": {"spill_bytes": 0}}, {**stage, "case": "cube-16", "counts": {"spill_bytes": 8}}],
+        code=[
+            {**stage, "counts": {"spill_bytes": 0, "registers": 40}},
+            {**stage, "case": "cube-16", "counts": {"spill_bytes": 8}},
+        ],
         device="NVIDIA X",
     )
     for m in found.measurements:
@@ -320,12 +341,66 @@ def test_a_tenth_more_bytes_than_needed_is_a_cause(written, times):
     assert found.gaps[0].causes == (moves,)
 
 
-def test_groups_are_judged_by_their_own_noise():
-    first, second = (record({"floor-copy": 10.0, "eager": 20.0}, pair=pair) for pair in ("eager", "none"))
+@pytest.mark.parametrize(
+    ("times", "ledgers", "causes"),
+    [
+        ({"floor-copy": 10.0, "eager": 11.1}, (), "at the limit"),
+        ({"floor-copy": 10.0, "eager": 11.2}, (), "cause unknown: no traffic ledger"),
+        ({"floor-launch": 2.0, "eager": 19.9}, [(1, 1)] * 2, "launches 2 kernels instead of one: 10.1 % of its time"),
+        ({"floor-launch": 2.0, "eager": 20.1}, [(1, 1)] * 2, "cause unknown: its memory traffic is minimal"),
+    ],
+)
+def test_where_a_cause_begins(times, ledgers, causes):
+    found = record(times, ledgers=[ledger("eager", *ledgers)] if ledgers else ())
+    assert only(found).gaps[0].causes == (causes,)
+
+
+@pytest.mark.parametrize(("us", "causes"), [(4.9, "too short to measure precisely"), (5.1, "at the limit")])
+def test_what_is_too_short_on_a_gpu(us, causes):
+    assert only(record({"floor-copy": us, "eager": us}, device="NVIDIA X")).gaps[0].causes == (causes,)
+
+
+def test_who_works_in_place_but_moves_no_less_is_at_the_limit():
+    found = record({"floor-copy": 10.0, "eager": 9.0})
+    for m in found.measurements:
+        m.prepared["in_place"] = True
+    assert only(found).gaps[0].causes == ("at the limit",)
+
+
+def test_what_takes_less_than_the_minimum_leaves_nothing():
+    found = record({"floor-copy": 10.0, "eager": 9.0}, ledgers=[ledger("eager", (3_000_000, 4_000_000))])
+    assert (only(found).left, only(found).saved_bytes) == (0.0, 0)
+
+
+def joined(first, second):
+    """One record of both groups, the second's as another case."""
     rows, measured = ([dataclasses.replace(x, case="cube-16") for x in of] for of in (second.rows, second.measurements))
-    both = study_record(first.rows + rows, first.measurements + measured, first.comparisons)
-    judged = verdicts(both)
+    compared = [{**c, "case": "cube-16"} for c in second.comparisons]
+    ledgers = first.ledgers + [{**entry, "case": "cube-16"} for entry in second.ledgers]
+    parts = first.rows + rows, first.measurements + measured, first.comparisons + compared
+    return study_record(*parts, ledgers=ledgers)
+
+
+def test_groups_are_judged_by_their_own_noise():
+    judged = verdicts(joined(*(record({"floor-copy": 10.0, "eager": 20.0}, pair=pair) for pair in ("eager", "none"))))
     assert [v.worth for v in judged] == ["try", "cannot tell"] and "no A/A pair" in judged[1].why
+
+
+def test_groups_are_judged_by_their_own_traffic_and_providers():
+    whole, half = (
+        record({"floor-copy": 10.0, "eager": 20.0, "liger": us}, ledgers=[ledger("eager", (moved, moved))])
+        for us, moved in ((6.0, 8_000_000), (12.0, 4_000_000))
+    )
+    for m in whole.measurements:
+        m.prepared |= {"in_place": m.provider == "liger", "flops_unknown": ["aten.sort"]}
+    first, second = verdicts(joined(whole, half))
+    assert (first.saved_bytes, second.saved_bytes) == (8_000_000, 0)
+    assert [v.gaps[1].causes[0] for v in (first, second)] == [
+        "moves 2.00 times the bytes, in 1 kernel", "cause unknown: its memory traffic is minimal",
+    ]  # fmt: skip
+    assert (first.bound, second.bound) == ("cannot tell", "memory")
+    third = verdicts(joined(half, whole))[0]
+    assert (third.bound, third.minimum_us) == ("memory", pytest.approx(10.0))
 
 
 def test_compilers_are_those_and_their_variants():
@@ -359,7 +434,7 @@ def test_many_launches_starved_queues_and_low_clocks_are_causes():
     )
     for m in found.measurements:
         for turn in m.rounds:
-            turn["held"] = m.provider != "eager"
+            turn["held"] = m.provider != "eager" or turn["round"] > 0
     found.rows = [
         r if r.provider not in ("eager", "thunder") else type(r)(**{**r.__dict__, "clocks": {"sm_mhz": mhz}})
         for r, mhz in zip(found.rows, (0, 0, 1000, 1900), strict=True)
@@ -373,13 +448,15 @@ def test_many_launches_starved_queues_and_low_clocks_are_causes():
     assert causes["thunder"] == ("cause unknown: no traffic ledger",)
 
 
-@pytest.mark.parametrize(("busy", "worth"), [(("liger",), "yes"), (("liger", "eager"), "cannot tell")])
+@pytest.mark.parametrize(
+    ("busy", "worth"),
+    [(("liger",), "yes"), (("liger", "eager"), "yes"), (("liger", "eager", "fusewise-cpu"), "cannot tell")],
+)
 def test_times_of_a_busy_machine_carry_no_verdict(busy, worth):
     """One provider with waiting threads may have too many of them; if most have, another process uses the cores."""
-    found = record({"floor-copy": 10.0, "eager": 40.0, "torch.compile": 30.0, "liger": 20.0})
-    found.rows = [
-        dataclasses.replace(r, clocks={"waiting_threads": 1.5 if r.provider in busy else 0.02}) for r in found.rows
-    ]
+    found = record({"floor-copy": 10.0, "eager": 40.0, "torch.compile": 30.0, "liger": 20.0, "fusewise-cpu": 50.0})
+    waiting = dict(zip(busy, (1.5, 0.7, 0.8), strict=False))
+    found.rows = [dataclasses.replace(r, clocks={"waiting_threads": waiting.get(r.provider, 0.02)}) for r in found.rows]
     judged = only(found)
     assert judged.worth == worth
     if worth == "cannot tell":
@@ -416,7 +493,23 @@ def test_sentences_say_it_all():
     assert summary([]) == ["Nothing was measured, so there is no verdict."]
 
 
-@pytest.mark.parametrize(("reasons", "said"), [(1, "why 0"), (2, "why 0; why 1"), (4, "why 0; why 1; and 2 more")])
+def test_sentences_say_only_what_is_known():
+    lost, unlimited = only(record({}, wrong=["eager"])), only(record({"eager": 20.0}))
+    unknown = "Whether a hand-written kernel is worth it is unknown"
+    bound = "It is of unknown bound: the record has no floor and no limit of this machine that holds for it."
+    assert sentences(lost) == [bound, f"{unknown} (no provider has a correct result and a time)."]
+    assert sentences(unlimited) == [
+        bound, "The fastest provider is eager: 20.0 µs.", f"{unknown} ({unlimited.why}).",
+    ]  # fmt: skip
+    assert summary([lost, unlimited]) == [
+        "Of 2 comparisons: 2 of unknown bound.", f"{unknown} in 2 ({lost.why}; {unlimited.why}).",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reasons", "said"),
+    [(1, "why 0"), (2, "why 0; why 1"), (3, "why 0; why 1; and 1 more"), (4, "why 0; why 1; and 2 more")],
+)
 def test_a_summary_of_more_reasons_than_it_has_says_how_many(reasons, said):
     tried = only(record({"floor-copy": 10.0, "eager": 20.0}))
     told = summary([dataclasses.replace(tried, why=f"why {i % reasons}") for i in range(8)])
