@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,7 +81,10 @@ def test_a_heuristic_that_is_best_stays() -> None:
 
 def test_a_difference_within_the_noise_changes_nothing() -> None:
     result, _ = raced({1: 100.0, 2: 99.5}, noise=0.03)
-    assert result.winner is result.heuristic and result.verdict in ("same", "ambiguous")
+    assert result.winner is result.heuristic and result.best is not result.heuristic
+    assert (result.verdict, result.stopped) == ("same", "clear") and result.rounds > tune.MIN_ROUNDS  # until it is told
+    told = f"  kept: the heuristic’s choice (the best is same; noise {100 * (result.noise or 0):.1f} %)"
+    assert tune.lines(result)[-1] == told
 
 
 def test_what_is_far_off_is_timed_once() -> None:
@@ -90,9 +93,70 @@ def test_what_is_far_off_is_timed_once() -> None:
     assert result.candidates[2].status == "dropped" and result.candidates[2].us is None
 
 
+@pytest.mark.parametrize(("time", "turns"), [(134.0, 1 + tune.MIN_ROUNDS), (136.0, 1)])
+def test_far_off_is_half_as_long_again(time: float, turns: int) -> None:
+    _, clock = raced({1: 100.0, 2: 90.0, 3: time}, noise=0.0)
+    assert clock.measured.count(3) == turns
+
+
+@pytest.mark.parametrize(("time", "stopped"), [(90.4, "rounds"), (90.5, "clear")])
+def test_half_a_percent_is_a_clear_difference(time: float, stopped: str) -> None:
+    result, _ = raced({1: 100.0, 2: 90.0, 3: time}, noise=0.0)
+    assert (result.winner.config, result.stopped) == (Tile(2), stopped)
+
+
+def test_who_was_dropped_is_not_the_best_though_the_machine_slowed_down_afterwards() -> None:
+    candidates = [tune.Candidate(Tile(size), "ok") for size in (1, 2, 3)]
+    candidates[2].status = "dropped"
+    times = {1: [110.0] * 5 + [121.0] * 6, 2: [90.0] * 5 + [99.0] * 6, 3: [92.0] * 5}
+    for candidate in candidates:
+        candidate.rounds = dict(enumerate(times[candidate.config.size]))
+    result = tune.judge(KEY, "impl", candidates, candidates[0].rounds, 11, "clear")
+    assert result.best.config == result.winner.config == Tile(2)
+
+
+def test_the_best_by_its_median_leaves_no_negative_gap() -> None:
+    """Round by round it is mostly the slower one."""
+    candidates = [tune.Candidate(Tile(1), "ok", "", {0: 1.0, 1: 10.0, 2: 10.0}), tune.Candidate(Tile(2), "ok")]
+    candidates[1].rounds = {0: 9.0, 1: 9.0, 2: 11.0}
+    result = tune.judge(KEY, "impl", candidates, candidates[0].rounds, 3, "time")
+    assert result.best is candidates[1] and result.gap == 0.0
+
+
+def test_a_result_as_text_and_as_json() -> None:
+    result, _ = raced({1: 100.0, 2: 90.0, 3: 97.0}, noise=0.0)
+    assert tune.lines(result) == [
+        "y float32 8,4,4, impl: heuristic is within 11.1 % (clear after 5 rounds)",
+        "  heuristic    100.00 µs  Tile(size=1)",
+        "  best          90.00 µs  Tile(size=2)",
+        "  kept: the best",
+    ]
+    plain = result.to_json()
+    assert plain["ratio"] == [pytest.approx(100 / 90)] * 3 and plain["file"] == ""
+    assert plain["candidates"][2] == {
+        "config": {"size": 3}, "status": "dropped", "reason": "", "us": 97.0, "rounds": 5,
+    }  # fmt: skip
+    stays, _ = raced({1: 90.0, 2: 100.0}, noise=0.0)
+    assert tune.lines(stays) == [
+        "y float32 8,4,4, impl: heuristic is the best (clear after 5 rounds)",
+        "  heuristic     90.00 µs  Tile(size=1)",
+        "  kept: the heuristic’s choice",
+    ]
+
+
+@pytest.mark.parametrize(("wrong", "last"), [(4, "Tile(size=5)"), (6, "  and 2 more")])
+def test_few_wrong_candidates_are_listed(wrong: int, last: str) -> None:
+    result, _ = raced({1: 90.0, 2: 100.0})
+    result.candidates += [tune.Candidate(Tile(2 + i), "wrong", f"Tile(size={2 + i})") for i in range(wrong)]
+    found = tune.lines(result)
+    assert len(found) == 3 + tune.TOLD + (wrong > tune.TOLD) and found[-1].endswith(last)
+
+
 def test_the_heuristic_is_timed_twice_a_round_and_never_dropped() -> None:
     result, clock = raced({1: 300.0, 2: 90.0, 3: 91.0})
     assert clock.measured.count(1) == 1 + 2 * result.rounds
+    turns = [tuple(clock.measured[i : i + 4]) for i in range(3, len(clock.measured), 4)]
+    assert {tuple(sorted(turn)) for turn in turns} == {(1, 1, 2, 3)} and len(set(turns)) > 1  # in another order
     assert result.heuristic.status == "ok" and result.gap == pytest.approx(300 / 90 - 1, rel=0.02)
 
 
@@ -149,15 +213,49 @@ def test_wrong_and_failing_candidates_are_reported_and_dropped() -> None:
     assert (by[2].status, by[3].status) == ("wrong", "failed") and "inf" in by[2].reason
     assert by[3].reason == "RuntimeError: out of resources: shared memory"
     assert result.winner.config == Tile(4) and result.key == KEY
+    assert (result.stopped, result.rounds) == ("clear", tune.MIN_ROUNDS)
     text = "\n".join(tune.lines(result))
     assert "wrong: Tile(size=2)" in text and "failed: Tile(size=3)" in text and "within 66.7 %" in text
     json.dumps(result.to_json())
 
 
-def test_a_heuristic_that_is_wrong_is_replaced() -> None:
-    made, timer = job({1: 10.0, 2: 50.0}, wrong=(1,))
-    result = tune.search(made, timer, 60.0, 0, lambda text: None)
-    assert result.winner.config == Tile(2) and result.gap is None and "heuristic is wrong" in tune.lines(result)[0]
+@pytest.mark.parametrize("status", ["wrong", "failed"])
+def test_a_heuristic_that_is_wrong_is_replaced(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, timer = job({1: 10.0, 2: 50.0}, **{"wrong" if status == "wrong" else "failing": (1,)})
+    monkeypatch.setattr(tune, "timer", lambda device: timer)
+    progress: list[str] = []
+    (result,) = tune.tune(iter([made]), 60.0, 0, progress.append)
+    assert result.winner.config == Tile(2) and result.gap is None and result.to_json()["ratio"] is None
+    assert progress == ["y float32 8,4,4: 2 candidates", "y float32 8,4,4: 1 of them right, timing"]
+    assert tune.lines(result)[:4] == [
+        f"y float32 8,4,4, impl: heuristic is {status} (clear after 5 rounds)",
+        "  heuristic            –  Tile(size=1)",
+        "  best          50.00 µs  Tile(size=2)",
+        "  kept: the best",
+    ]
+    assert made.tuned.find(-1, KEY) == Tile(2)
+
+
+def test_a_call_that_fails_before_its_launch_is_an_error() -> None:
+    made, timer = job({1: 10.0})
+    broken = replace(made, run=lambda: 1 // 0)
+    with pytest.raises(tune.Unable, match=r"a call must launch a kernel, got ZeroDivisionError"):
+        tune.search(broken, timer, 60.0, 0, lambda text: None)
+
+
+def test_the_check_has_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call takes a second: the first captures the key, and one more begins as the half ends."""
+    calls: list[None] = []
+    monkeypatch.setattr(tune, "time", SimpleNamespace(monotonic=lambda: len(calls)))
+    made, timer = job({size: 10.0 + size for size in range(1, 21)})
+
+    def run() -> None:
+        calls.append(None)
+        made.run()
+
+    result = tune.search(replace(made, run=run), timer, 12.0, 0, lambda text: None)
+    reached = [c.config.size for c in result.candidates if c.status != "not reached"]
+    assert (reached, result.stopped) == ([*range(1, 8)], "time")
 
 
 def test_nothing_right_is_an_error() -> None:
@@ -170,6 +268,7 @@ def test_without_time_the_heuristic_alone_is_tried() -> None:
     made, timer = job({1: 10.0, 2: 5.0})
     result = tune.search(made, timer, 0.0, 0, lambda text: None)
     assert [c.status for c in result.candidates] == ["ok", "not reached"]
+    assert (result.stopped, result.rounds) == ("time", 3)
     assert result.winner.config == Tile(1) and "1 candidates were not reached" in "\n".join(tune.lines(result))
 
 
@@ -180,6 +279,24 @@ def test_what_is_found_is_kept_for_the_next_process(monkeypatch: pytest.MonkeyPa
     assert Path(result.file).is_file() and made.tuned.find(-1, KEY) == Tile(2)
     entry = json.loads(Path(result.file).read_text())["entries"][0]
     assert (entry["us"], entry["heuristic_us"], entry["rows"]) == (50.0, 100.0, 8)
+    monkeypatch.setitem(tune.OPERATIONS, "geglu", SimpleNamespace(tuned=lambda where: [made.tuned]))
+
+    def listed() -> list[str]:
+        return tune.kept_lines(tune.kept_results("geglu", "cpu"), "cpu")
+
+    assert listed() == [f"impl: 1 results in {result.file}", "  y float32 8,4,4: {'size': 2}"]
+    monkeypatch.setenv("FUSEWISE_TUNED", "0")
+    made.tuned.forget()
+    assert listed() == [f"impl: 0 results in {result.file}", "  ignored: FUSEWISE_TUNED=0 is set"]
+
+
+def test_results_are_kept_by_the_number_of_a_gpu() -> None:
+    assert [tune._index(torch.device(name)) for name in ("cpu", "cuda", "cuda:0", "cuda:1")] == [-1, 0, 0, 1]
+
+
+def test_candidates_are_timed_with_cold_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune.machine, "cache_bytes", lambda _: 2**20)
+    assert tune.timer(torch.device("cpu")).flush.nbytes == 2**21
 
 
 def invoke(*arguments: str) -> Any:
