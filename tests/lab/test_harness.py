@@ -6,6 +6,7 @@ long. The study must report the values that were put in.
 
 import math
 import random
+import tempfile
 import threading
 from statistics import median
 from time import sleep
@@ -53,27 +54,32 @@ def studied(
     order=None,
     kind=Machine,
     asked=lambda _: None,
+    told=lambda do, provider: None,
     proposed=lambda _: 5,
     looked=0,
     begun_again=0,
-    time_limit=None,
+    limits=None,
     **machine,
 ):
     """A study of the simulated machine. `order`: a fixed order of providers for every round. `asked`: called with every
     request, returns extra fields for its reply. `proposed`: samples per turn that a provider asks for. `looked`: number
-    of groups whose kernels are timed. `begun_again`: of those whose first calls are repeated.
+    of groups whose kernels are timed. `begun_again`: of those whose first calls are repeated, if not as usual. `told`: as
+    `asked`, and of starts and stops, with the provider's name. `limits`: further options.
     """
     device = kind(times, **machine)
 
     class Worker:
         def __init__(self, start, *_, **__):
             self.provider = start["provider"]
+            told("start", self.provider)
 
         def ready(self):
             return {"ok": True, "versions": {}}
 
         def ask(self, do, **fields):
-            more = asked(do) or {}
+            more = (asked(do) or {}) | (told(do, self.provider) or {})
+            if not more.get("ok", True):
+                return more
             if do == "warm":
                 return {
                     "ok": True,
@@ -82,19 +88,20 @@ def studied(
                     "samples": proposed(self.provider),
                 }
             if do != "round":
-                return {"ok": True, "status": "ok", "shape": "", "bytes_min": 10**6, "flops_min": 10**5} | more
+                return {"ok": True, "status": "ok", "shape": "q[4]", "bytes_min": 10**6, "flops_min": 10**5} | more
             return {
                 "ok": True,
                 "status": "ok",
                 "device_us": [device.sample(self.provider) for _ in range(fields["samples"])],
                 "host_us": None,
+                "calls": fields["calls"],
             }
 
         def kill(self):
             pass
 
         def stop(self):
-            pass
+            told("stop", self.provider)
 
     monkeypatch.setattr(seats, "WorkerProcess", Worker)
     monkeypatch.setattr(study.limits, "kept", lambda _: None)
@@ -104,10 +111,12 @@ def studied(
         op="rope",
         tasks=[Task("rope", f"cube-{i}", "fp32", "fwd", "cpu", 0) for i in range(groups)],
         providers=[plugin.Entry(name, name, Fake(name)) for name in times],
-        device="cpu", out=out, min_rounds=12, max_rounds=12, seed=5, time_limit=time_limit,
+        device="cpu", out=out, seed=5, **{"min_rounds": 12, "max_rounds": 12, **(limits or {})},
     )  # fmt: skip
     made = study.Study(options, Quiet())
-    made.looked, made.begun_again = options.tasks[:looked], options.tasks[:begun_again]
+    made.looked = options.tasks[:looked]
+    if begun_again is not None:
+        made.begun_again = options.tasks[:begun_again]
     if order:
         made.random.sample = lambda seats, _: sorted(seats, key=lambda s: order.index(s.name))
     return made.run()
@@ -141,6 +150,7 @@ def test_samples_have_fewer_calls_where_even_the_fastest_takes_long(monkeypatch,
     times = {"eager": 3 * fastest_us, "liger": fastest_us, "floor-copy": 1.0}
     made = studied(monkeypatch, tmp_path, times, spread=0.01, asked=lambda _: {"calls_per_sample": 16})
     assert {m.prepared["calls_per_sample"] for m in made.measurements} == {calls}
+    assert {turn["calls"] for m in made.measurements for turn in m.rounds} == {calls}
 
 
 @pytest.mark.parametrize(
@@ -153,11 +163,12 @@ def test_samples_have_fewer_calls_where_even_the_fastest_takes_long(monkeypatch,
     ],
 )
 def test_the_rate_of_matmuls_without_a_floor_is_measured(monkeypatch, tmp_path, flops, floor, found, limit, measured):
-    asked = []
+    asked, said = [], []
     monkeypatch.setattr(study.limits, "measure_apart", lambda device, *_: asked.append(device) or found)
+    monkeypatch.setattr(Quiet, "note", lambda _, text: said.append(text), raising=False)
     times = {"eager": 300.0, floor: 50.0}
     made = studied(monkeypatch, tmp_path, times, groups=2, spread=0.01, asked=lambda _: {"flops_min": flops})
-    assert asked == ["cpu"] * measured
+    assert asked == ["cpu"] * measured and len(said) == measured
     assert [row.limit for row in made.rows if row.provider == "eager"] == [limit, limit]
 
 
@@ -176,6 +187,38 @@ def test_an_a_a_pair_has_as_many_calls_per_sample(slower):
     warmed |= {"liger": {"estimate_us": 100.0, "calls_per_sample": 16}}
     warmed[slower]["estimate_us"] = 12_600.0
     assert study._calls(warmed) == {"eager": 1, "eager#2": 1, "liger": 16}
+
+
+@pytest.mark.parametrize(("us", "calls"), [(10_000.0, 16), (10_001.0, 2)])
+def test_hopeless_is_who_takes_more_than_ten_times_as_long(us, calls):
+    warmed = {name: {"estimate_us": t, "calls_per_sample": 16} for name, t in {"eager": us, "liger": 1000.0}.items()}
+    assert study._calls(warmed) == {"eager": calls, "liger": 16}
+
+
+def test_alike_is_who_takes_at_most_twice_or_at_least_half_as_long():
+    asks = {
+        "floor-launch": (49.9, 2),
+        "floor-copy": (50.0, 8),
+        "eager": (100.0, 9),
+        "liger": (200.0, 7),
+        "tvm": (201.0, 3),
+    }
+    warmed = {name: {"estimate_us": us, "samples": samples} for name, (us, samples) in asks.items()}
+    assert study._samples(warmed) == {"floor-launch": 2, "floor-copy": 7, "eager": 7, "liger": 7, "tvm": 3}
+
+
+def test_turns_of_one_sample_stay_so_however_little_time_is_left():
+    asks = {"eager": 10, "tvm": 1}
+    assert study._in_time(asks, 10.0, 20.0) == asks
+    assert study._in_time(asks, 10.0, 5.0) == {"eager": 5, "tvm": 1}
+    assert study._in_time(asks, 10.0, -1.0) == {"eager": 2, "tvm": 1}
+
+
+def test_floors_can_be_measured_alone(monkeypatch, tmp_path):
+    times = {"floor-copy": 5000.0, "floor-launch": 5.0}
+    made = studied(monkeypatch, tmp_path, times, spread=0.01, asked=lambda _: {"calls_per_sample": 16})
+    assert [row.status for row in made.rows] == ["ok", "ok"]
+    assert [(m.prepared["samples"], m.prepared["calls_per_sample"]) for m in made.measurements] == [(5, 16)] * 2
 
 
 def timed(monkeypatch, kind):
@@ -205,6 +248,14 @@ def test_a_hopelessly_slow_provider_has_few_samples_or_three_rounds_and_its_verd
     assert row.device_us == pytest.approx(8e4, rel=0.3)
 
 
+def test_nobody_is_hopeless_beside_a_floor(monkeypatch, tmp_path):
+    times = {"floor-launch": 9.0, "eager": 3e4, "liger": 3e4}
+    made = studied(monkeypatch, tmp_path, times, kind=timed(monkeypatch, Machine), spread=0.004)
+    assert {m.provider: [len(turn["device_us"]) for turn in m.rounds] for m in made.measurements} == dict.fromkeys(
+        (*times, "eager#2"), [5] * 12
+    )
+
+
 @pytest.mark.parametrize(("share", "samples"), [(math.inf, 10), (1.1, 10), (0.6, 5), (0.1, 2), (0.0, 2)])
 def test_the_fewest_rounds_have_shorter_turns_where_time_is_short(monkeypatch, tmp_path, share, samples):
     """`share`: the time limit as a share of what twelve rounds of ten samples take. One far slower has fewer anyway."""
@@ -218,12 +269,66 @@ def test_the_fewest_rounds_have_shorter_turns_where_time_is_short(monkeypatch, t
         proposed=lambda name: 10,
         spread=0.0,
         drift=0.0,
-        time_limit=share * whole,
+        limits={"time_limit": share * whole},
     )
     turns = {m.provider: [len(turn["device_us"]) for turn in m.rounds] for m in made.measurements}
     alike = ("floor-copy", "eager", "eager#2", "liger")
     assert [turns[name] for name in alike] == [[10, *[samples] * 11]] * 4
     assert turns["tvm"][0] == 10 and 1 <= max(turns["tvm"][1:]) <= min(3, samples)
+
+
+class Unsteady(Machine):
+    """One provider takes half to one and a half times as long, by chance."""
+
+    def sample(self, provider):
+        return super().sample(provider) * (self.random.uniform(0.5, 1.5) if provider == "liger" else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "limits", "count"),
+    [
+        (Machine, {}, 5),
+        (Unsteady, {}, 30),
+        (Unsteady, {"precision": 1.0}, 5),
+        (Unsteady, {"group_seconds": 7.5 * 9e-3}, 8),
+        (Unsteady, {"group_seconds": 0.0}, 5),
+        (Unsteady, {"time_limit": 7.5 * 9e-3}, 8),
+    ],
+)
+def test_rounds_end_once_all_times_are_precise_or_time_is_up(monkeypatch, tmp_path, kind, limits, count):
+    """Whoever is precise waits for the others. A round takes 9 ms."""
+    times = {"eager": 100.0, "liger": 100.0}
+    machine = {"kind": timed(monkeypatch, kind), "spread": 0.0, "drift": 0.0}
+    made = studied(monkeypatch, tmp_path, times, limits={"min_rounds": 5, "max_rounds": 30, **limits}, **machine)
+    assert [len(m.rounds) for m in made.measurements] == [count] * 3
+
+
+def test_groups_share_the_time_that_their_preparation_leaves(monkeypatch, tmp_path):
+    """A group takes 2.25 s to prepare, which is known from the second on, and a round 6 ms."""
+
+    class Paced(Machine):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            machines.append(self)
+
+        def sample(self, provider):
+            self.now += 600
+            return self.random.uniform(50.0, 150.0)
+
+    def asked(do):
+        part, seconds = {"load": ("inputs", 0.25), "prepare": ("compiling", 1.0)}.get(do, ("", 0.0))
+        machines[0].now += 1e6 * seconds
+        return {"spent": {part: seconds}} if part else {}
+
+    machines = []
+    limits = {"min_rounds": 5, "max_rounds": 30, "time_limit": 4 * 2.25 + 2 * 30 * 6e-3 + 2 * 7.75 * 6e-3}
+    kind = timed(monkeypatch, Paced)
+    made = studied(monkeypatch, tmp_path, {"eager": 100.0}, 4, kind=kind, spread=0.0, asked=asked, limits=limits)
+    assert [len(m.rounds) for m in made.measurements if m.provider == "eager"] == [30, 30, 8, 8]
+    assert made.spent["inputs"] == pytest.approx(4 * 0.25, rel=0.02)
+    assert made.spent["compiling"] == pytest.approx(4 * 2 * 1.0, rel=0.02)
+    assert made.seconds == pytest.approx(9.0 + 76 * 6e-3)
+    assert sum(made.spent.values()) == pytest.approx(made.seconds)
 
 
 @pytest.mark.parametrize(("stalled", "samples"), [(0, [5, 1, *[5] * 10]), (2, [5] * 12)])
@@ -320,7 +425,9 @@ def test_no_more_are_prepared_side_by_side_than_memory_has_room_for(fitting, mos
             sleep(0.05)
             with lock:
                 inside.pop()
-        return {"at_once": fitting} if do == "load" and fitting else {}
+        return {"at_once": fitting + next(more)} if do == "load" and fitting else {}
+
+    more = iter((3, 0, 2, 1))
 
     monkeypatch.setattr(study.machine, "cores", lambda: 6)
     times = dict.fromkeys(("eager", "liger", "quack", "unsloth"), 100.0)
@@ -375,6 +482,16 @@ def test_kernels_are_looked_at_behind_the_rounds_and_cost_no_row(monkeypatch, tm
     assert "".join(shown.get(do, "") for do in order) == "." * 36 + "PPPKKK" + "." * 36
 
 
+def test_without_a_profiler_there_is_no_kernel_time(monkeypatch, tmp_path):
+    def told(do, provider):
+        if (do, provider) == ("profiler", "liger"):
+            raise study.WorkerFailed("killed by the profiler")
+        return {"kernel_us": 8.0} if do == "kernels" else {}
+
+    made = studied(monkeypatch, tmp_path, {"eager": 10.0, "liger": 12.0}, spread=0.01, told=told, looked=1)
+    assert [(row.status, row.kernel_us) for row in made.rows] == [("ok", 8.0), ("ok", None)]
+
+
 def test_a_call_is_replayed_in_a_graph_and_who_cannot_be_captured_is_begun_anew(monkeypatch, tmp_path):
     """Last of all, since a failed capture may leave anything behind; and for later groups not tried again."""
     order = []
@@ -401,7 +518,7 @@ def test_long_first_calls_are_repeated_in_new_processes(monkeypatch, tmp_path):
     """After the rounds of the first group, those of providers that keep compiled code on disk; whatever happens there costs no
     row."""
     order, again = [], iter([2.5, study.WorkerFailed("died")])
-    first = iter([0.5, 9.0, 8.0, 7.0, 9.0, *[1.0] * 5])  # eager, liger, quack, jax, and liger's twin
+    first = iter([1.9, 9.0, 2.0, 7.0, 9.0, *[9.0] * 5])  # eager, liger, quack, jax, and liger's twin
 
     def asked(do):
         order.append(do)
@@ -415,11 +532,120 @@ def test_long_first_calls_are_repeated_in_new_processes(monkeypatch, tmp_path):
         return {}
 
     times = {"eager": 10.0, "liger": 12.0, "quack": 12.0, "jax": 11.0}
-    made = studied(monkeypatch, tmp_path, times, groups=2, spread=0.01, asked=asked, begun_again=1)
+    made = studied(
+        monkeypatch,
+        tmp_path,
+        times,
+        groups=2,
+        spread=0.01,
+        asked=asked,
+        begun_again=None,
+        told=lambda do, _: order.append(do) if do == "stop" else None,
+    )
     assert [row.first_call_again_s for row in made.rows] == [None, 2.5, *[None] * 6]
     assert {row.status for row in made.rows} == {"ok"}
     why = next(m.prepared["first_call_again_reason"] for m in made.measurements if m.provider == "quack")
     assert why == "died"
-    shown = {"prepare": "p", "round": ".", "first call": "f"}
+    shown = {"prepare": "p", "round": ".", "first call": "f", "stop": "s"}  # the one that died needs no stop
     rounds = "." * 60
-    assert "".join(shown.get(do, "") for do in order) == f"ppppp{rounds}ffppppp{rounds}"
+    assert "".join(shown.get(do, "") for do in order) == f"ppppp{rounds}ffsppppp{rounds}sssss"
+
+
+FAILED = {"ok": False, "status": "failed", "reason": "an illegal access"}
+
+
+@pytest.mark.parametrize("do", ["warm", "round"])
+@pytest.mark.parametrize("leaving", [False, True])
+def test_who_fails_while_it_is_timed_loses_a_row_and_if_it_must_its_process(do, leaving, monkeypatch, tmp_path):
+    """Nothing more is asked of it in that group, however long its first call took."""
+    events = []
+
+    def told(what, provider):
+        events.append((what, provider))
+        if (what, provider) == (do, "liger") and events.count((do, "liger")) == 1:
+            return FAILED | {"leaving": leaving}
+        return {"first_call_s": 9.0} if what in ("prepare", "first call") else {}
+
+    made = studied(
+        monkeypatch, tmp_path, {"eager": 10.0, "liger": 12.0}, 2, spread=0.01, told=told, looked=1, begun_again=1
+    )
+    assert [row.status for row in made.rows] == ["ok", "failed", "ok", "ok"]
+    assert made.rows[1].reason == "an illegal access" and made.rows[1].device_us is None
+    lost = next(m for m in made.measurements if m.provider == "liger")
+    assert (lost.rounds, lost.prepared["status"], lost.prepared["reason"]) == ([], "failed", "an illegal access")
+    assert events.count(("start", "liger")) == 1 + leaving
+    again = events.index(("prepare", "liger"), events.index((do, "liger")))
+    assert events[: events.index(("prepare", "liger"), again)].count((do, "liger")) == 1
+    assert [provider for what, provider in events if what == "first call"] == ["eager"]
+
+
+def test_all_may_fail_while_they_warm_up(monkeypatch, tmp_path):
+    def asked(do):
+        if do == "warm":
+            raise study.WorkerFailed("died")
+
+    made = studied(monkeypatch, tmp_path, {"eager": 10.0, "liger": 12.0}, spread=0.01, asked=asked)
+    assert [(row.status, row.reason) for row in made.rows] == [("failed", "in the warm-up: died")] * 2
+
+
+def test_whose_inputs_find_no_room_tries_again_and_who_fails_with_them_does_not(monkeypatch, tmp_path):
+    prepared = []
+
+    def told(do, provider):
+        if do == "load" and provider != "quack":
+            return FAILED | {"crowded": provider == "liger"}
+        if do == "prepare":
+            prepared.append(provider)
+
+    made = studied(monkeypatch, tmp_path, dict.fromkeys(("eager", "liger", "quack"), 10.0), spread=0.01, told=told)
+    assert [row.status for row in made.rows] == ["failed", "ok", "ok"]
+    assert sorted(prepared) == ["liger", "liger", "quack"]  # and the twin
+    assert {(row.shape, row.bytes_min, row.flops_min) for row in made.rows} == {("q[4]", 10**6, 10**5)}
+
+
+def test_a_group_that_nobody_runs_has_no_pair(monkeypatch, tmp_path):
+    prepared = []
+
+    def asked(do):
+        prepared.extend([do] * (do == "prepare"))
+        return FAILED if len(prepared) > 3 else {}
+
+    made = studied(monkeypatch, tmp_path, {"eager": 10.0, "liger": 12.0}, 2, spread=0.01, asked=asked)
+    assert [row.status for row in made.rows] == ["ok", "ok", "failed", "failed"]
+    assert [m.provider for m in made.measurements] == ["eager", "liger", "eager#2", "eager", "liger"]
+
+
+def test_truths_are_those_of_the_current_group(monkeypatch, tmp_path):
+    (tmp_path / "caches").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "caches"))
+    kept = []
+
+    def asked(do):
+        (truths,) = (tmp_path / "caches").glob("fusewise-study-*/truths")
+        if do == "prepare":
+            (truths / "x").mkdir(exist_ok=True)
+        elif do == "warm":
+            kept.append([*truths.iterdir()])
+
+    studied(monkeypatch, tmp_path / "out", {"eager": 10.0}, spread=0.01, asked=asked)
+    assert kept == [[], []] and not [*(tmp_path / "caches").iterdir()]
+
+
+def test_the_pair_is_of_ours_while_it_runs_then_of_another(monkeypatch, tmp_path):
+    """The second process ends with the pair."""
+    events = []
+
+    def told(do, provider):
+        events.append((do, provider))
+        if (do, provider) == ("prepare", "fusewise-cpu") and events.count((do, provider)) in (3, 4):
+            return FAILED
+
+    times = {"floor-copy": 5.0, "liger": 12.0, "eager": 20.0, "torch.compile": 11.0, "fusewise-cpu": 10.0}
+    made = studied(monkeypatch, tmp_path, times, 3, spread=0.01, told=told)
+    assert [m.provider for m in made.measurements if m.provider.endswith("#2")] == [
+        "fusewise-cpu#2", "torch.compile#2", "torch.compile#2",
+    ]  # fmt: skip
+    begun = [i for i, event in enumerate(events) if event == ("start", "torch.compile")]
+    assert len(begun) == 2 and events.index(("stop", "fusewise-cpu")) < begun[1]
+    alone = studied(monkeypatch, tmp_path, times, spread=0.01, limits={"twin": False})
+    assert [m.provider for m in alone.measurements] == list(times)

@@ -24,7 +24,7 @@ class Silent:
     """A listener that records who had a turn in each round, and what is told of providers."""
 
     def __init__(self):
-        self.groups, self.turns, self.told = [], [], []
+        self.groups, self.turns, self.told, self.seen = [], [], [], []
 
     def group(self, index, total, task):
         self.groups.append((index, total, task.case))
@@ -36,7 +36,7 @@ class Silent:
         self.turns.append(tuple(times))
 
     def rows(self, rows):
-        pass
+        self.seen += rows
 
 
 def run(out, providers, **fields):
@@ -106,6 +106,16 @@ def test_the_record_on_disk_is_complete_and_valid(misbehaving):
     pytest.importorskip("jsonschema").validate(made.to_json(), schema.schema())
 
 
+def test_rows_say_what_was_measured(misbehaving):
+    made, _ = misbehaving
+    by_name = {r.provider: r for r in made.rows}
+    ((shape, size, *where),) = {(r.shape, r.bytes_min, r.run, r.device) for r in made.rows}
+    assert (shape, *where) == ("q[4,4,4,4] bshd half", made.run, made.environment["device_name"])
+    assert size >= 2 * 4**4 * 4
+    assert by_name["wrong"].error > by_name["wrong"].error_eager == by_name["eager"].error > 0
+    assert by_name["eager"].first_call_s > 0 and by_name["eager"].peak_bytes > 0
+
+
 def test_versions_are_texts_whatever_a_provider_says(misbehaving):
     (found,) = [r for r in misbehaving[0].rows if r.provider == "versioned"]
     assert found.versions["a"] == "3"
@@ -117,6 +127,8 @@ def test_raw_samples_are_kept_and_the_pair_is_there(misbehaving):
     assert len(by_name["eager"].rounds) == 3
     assert all(r["device_us"] for r in by_name["eager"].rounds)
     assert by_name["dies-in-rounds"].rounds == []
+    assert by_name["dies-in-rounds"].prepared["status"] == "failed"
+    assert "crammed" in by_name and not by_name.keys() & {"picky", "absent", "absent-on-import", "speechless"}
     assert len(by_name["eager#2"].rounds) == 3
     (pair,) = [c for c in made.comparisons if c["provider"] == "eager#2"]
     assert pair["noise"] is not None
@@ -176,6 +188,7 @@ def test_rounds_visit_everyone(tmp_path, monkeypatch):
     assert [set(turn) for turn in listener.turns] == [{"eager", "eager#2", "right", "floor-launch"}] * 8
     assert {len(m.rounds) for m in made.measurements} == {8}
     assert listener.groups == [(0, 1, "cube-4")]
+    assert listener.seen == made.rows
     assert made.environment["versions"]["torch"]
 
 
