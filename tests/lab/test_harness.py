@@ -649,3 +649,41 @@ def test_the_pair_is_of_ours_while_it_runs_then_of_another(monkeypatch, tmp_path
     assert len(begun) == 2 and events.index(("stop", "fusewise-cpu")) < begun[1]
     alone = studied(monkeypatch, tmp_path, times, spread=0.01, limits={"twin": False})
     assert [m.provider for m in alone.measurements] == list(times)
+
+
+@pytest.mark.parametrize(
+    ("device", "warm", "flush", "share", "shared"),
+    [("cpu", False, 2**21, None, True), ("cpu", True, 0, None, True), ("cuda:1", False, 2**21, 0.5, False)],
+)
+def test_what_a_worker_is_told_as_it_starts(device, warm, flush, share, shared, monkeypatch, tmp_path):
+    """On a CPU workers share float64 results, which eager's keeps; on a GPU its memory."""
+    begun = []
+    monkeypatch.setattr(seats, "WorkerProcess", lambda start, log, **more: begun.append((start, log.name, more)))
+    monkeypatch.setattr(seats.machine, "cache_bytes", lambda _: 2**20)
+    providers = [plugin.Entry("eager", seats.EAGER, Fake("eager")), plugin.Entry("a/b", "a:b", Fake("a/b"))]
+    limits = {"timeout": 7.0, "memory_limit": 2**30}
+    made = seats.Seats(
+        Options(op="rope", tasks=[], providers=providers, device=device, out=tmp_path, warm=warm, **limits)
+    )
+    made.caches = tmp_path
+    for seat in made.all:
+        made.start(seat)
+    for (start, log, more), where, name in zip(begun, (seats.EAGER, "a:b"), ("eager.log", "a_b.log"), strict=True):
+        assert (start["provider"], start["device"], log) == (where, device, name)
+        assert (start["flush_bytes"], start["device_memory_fraction"]) == (flush, share)
+        assert (start["truths"], start["keeps_truths"]) == (str(made.truths) if shared else None, where == seats.EAGER)
+        assert more == {**limits, "nursery": made.nursery}
+
+
+def test_a_process_that_cannot_be_started_costs_its_rows_and_they_say_why(monkeypatch, tmp_path):
+    def told(do, provider):
+        if (do, provider) == ("start", "liger"):
+            raise OSError(12, "Cannot allocate memory")
+
+    made = studied(monkeypatch, tmp_path, {"eager": 10.0, "liger": 12.0}, groups=4, spread=0.01, told=told)
+    assert [row.status for row in made.rows] == ["ok", "failed"] * 4
+    why = "[Errno 12] Cannot allocate memory"
+    assert [row.reason for row in made.rows[1::2]] == [
+        f"the worker process could not be started: {why}",
+        *[f"not started again after 3 failures in a row, the last: {why}"] * 3,
+    ]

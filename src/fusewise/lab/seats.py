@@ -147,10 +147,10 @@ class Seats:
         """Every seat that may have a process."""
         return [*self.all, *self.others, *([self.twin] if self.twin else [])]
 
-    def start(self, seat: Seat) -> None:
-        """Start the seat's worker if it may have one, without waiting for it to load."""
+    def start(self, seat: Seat) -> str:
+        """Start the seat's worker if it may have one, without waiting for it to load. Returns why that failed, if so."""
         if seat.entry.provider is None or seat.missing or seat.gone or seat.worker is not None:
-            return
+            return ""
         options = self.options
         start: dict[str, Any] = {
             "provider": seat.entry.where,
@@ -173,6 +173,8 @@ class Seats:
             )
         except (WorkerFailed, OSError) as error:
             self.failure(seat, str(error))
+            return str(error)
+        return ""
 
     def stop(self, seat: Seat) -> None:
         if seat.worker is not None:
@@ -198,9 +200,10 @@ class Seats:
         waited = spent.Parts()
         self.busy.append(waited.seconds)
         with waited.part("starting"):
-            self.start(seat)
+            why = self.start(seat)
         if seat.worker is None:
-            return {"ok": False, "status": "failed", "reason": seat.gone or "the worker process could not be started"}
+            unable = f"the worker process could not be started: {why}"
+            return {"ok": False, "status": "failed", "reason": seat.gone or unable}
         try:
             if not seat.greeted:
                 with waited.part("starting"):
