@@ -241,13 +241,13 @@ class Hungry(Right):
 
 
 class Mapped(Right):
-    """Prints how much memory its process has mapped."""
+    """Prints what memory its process has mapped, and its environment."""
 
     name = "mapped"
 
     def build(self, problem):
         with open("/proc/self/maps") as maps:
-            print(maps.read())
+            print(maps.read(), dict(os.environ))
         return super().build(problem)
 
 
