@@ -74,7 +74,7 @@ def studied(
             told("start", self.provider)
 
         def ready(self):
-            return {"ok": True, "versions": {}}
+            return {"ok": True, "versions": {}} | (told("ready", self.provider) or {})
 
         def ask(self, do, **fields):
             more = (asked(do) or {}) | (told(do, self.provider) or {})
@@ -413,24 +413,29 @@ def test_inputs_are_made_side_by_side_before_anyone_is_prepared_alone(monkeypatc
     assert order == 2 * [*["load"] * 4, *["prepare"] * 5, *["warm"] * 5, *["round"] * rounds]
 
 
-@pytest.mark.parametrize(("fitting", "most"), [(2, 2), (100, 3), (None, 3)])
-def test_no_more_are_prepared_side_by_side_than_memory_has_room_for(fitting, most, monkeypatch, tmp_path):
-    inside, seen, lock = [], [], threading.Lock()
+@pytest.mark.parametrize(
+    ("fitting", "cores", "most"), [(2, 6, 2), (100, 6, 3), (None, 6, 3), (None, 64, 4), (None, 1, 1), (100, 64, 8)]
+)
+def test_no_more_are_prepared_side_by_side_than_memory_has_room_for(fitting, cores, most, monkeypatch, tmp_path):
+    inside, seen, lock, full = [], [], threading.Lock(), threading.Event()
 
     def asked(do):
         if do == "prepare":
             with lock:
                 inside.append(do)
                 seen.append(len(inside))
-            sleep(0.05)
+                if len(inside) == most:
+                    full.set()
+            full.wait(10)
+            sleep(0.02)  # one too many would come now
             with lock:
                 inside.pop()
         return {"at_once": fitting + next(more)} if do == "load" and fitting else {}
 
-    more = iter((3, 0, 2, 1))
+    more = iter((3, 0, 2, 1, *range(6)))
 
-    monkeypatch.setattr(study.machine, "cores", lambda: 6)
-    times = dict.fromkeys(("eager", "liger", "quack", "unsloth"), 100.0)
+    monkeypatch.setattr(study.machine, "cores", lambda: cores)
+    times = dict.fromkeys(("eager", "liger", "quack", "unsloth", *(f"p{i}" for i in range(6) if most > 4)), 100.0)
     made = studied(monkeypatch, tmp_path, times, spread=0.01, asked=asked)
     assert {row.status for row in made.rows} == {"ok"} and max(seen) == most
 
@@ -687,3 +692,32 @@ def test_a_process_that_cannot_be_started_costs_its_rows_and_they_say_why(monkey
         f"the worker process could not be started: {why}",
         *[f"not started again after 3 failures in a row, the last: {why}"] * 3,
     ]
+
+
+@pytest.mark.parametrize(("status", "processes"), [("missing", 1), ("failed", 3)])
+def test_who_cannot_be_loaded_is_not_started_for_every_group(status, processes, monkeypatch, tmp_path):
+    events = []
+
+    def told(do, provider):
+        events.append((do, provider))
+        if (do, provider) == ("ready", "liger"):
+            return {"ok": False, "status": status, "reason": "no library"}
+
+    made = studied(monkeypatch, tmp_path, {"eager": 10.0, "liger": 12.0}, groups=5, spread=0.01, told=told)
+    rows = [row for row in made.rows if row.provider == "liger"]
+    assert [row.status for row in rows] == [status] * 5 and all("no library" in row.reason for row in rows)
+    assert events.count(("start", "liger")) == events.count(("stop", "liger")) == processes
+
+
+@pytest.mark.parametrize("leaving", [False, True])
+def test_who_fails_to_prepare_has_a_new_process_if_it_must(leaving, monkeypatch, tmp_path):
+    events = []
+
+    def told(do, provider):
+        events.append((do, provider))
+        if (do, provider) == ("prepare", "liger") and events.count((do, provider)) == 1:
+            return FAILED | {"leaving": leaving}
+
+    made = studied(monkeypatch, tmp_path, {"eager": 10.0, "liger": 12.0}, groups=2, spread=0.01, told=told)
+    assert [row.status for row in made.rows] == ["ok", "failed", "ok", "ok"]
+    assert events.count(("start", "liger")) == events.count(("stop", "liger")) == 1 + leaving
