@@ -59,12 +59,13 @@ def studied(
     looked=0,
     begun_again=0,
     limits=None,
+    kept=None,
     **machine,
 ):
     """A study of the simulated machine. `order`: a fixed order of providers for every round. `asked`: called with every
     request, returns extra fields for its reply. `proposed`: samples per turn that a provider asks for. `looked`: number
     of groups whose kernels are timed. `begun_again`: of those whose first calls are repeated, if not as usual. `told`: as
-    `asked`, and of starts and stops, with the provider's name. `limits`: further options.
+    `asked`, and of starts and stops, with the provider's name. `limits`: further options. `kept`: the machine's limits, measured earlier.
     """
     device = kind(times, **machine)
 
@@ -104,7 +105,7 @@ def studied(
             told("stop", self.provider)
 
     monkeypatch.setattr(seats, "WorkerProcess", Worker)
-    monkeypatch.setattr(study.limits, "kept", lambda _: None)
+    monkeypatch.setattr(study.limits, "kept", lambda _: kept)
     # All of it, validated, after every group, is most of the time of a hundred groups; other tests read what is saved.
     monkeypatch.setattr(study.record, "save", lambda *_: None)
     options = Options(
@@ -170,6 +171,11 @@ def test_the_rate_of_matmuls_without_a_floor_is_measured(monkeypatch, tmp_path, 
     made = studied(monkeypatch, tmp_path, times, groups=2, spread=0.01, asked=lambda _: {"flops_min": flops})
     assert asked == ["cpu"] * measured and len(said) == measured
     assert [row.limit for row in made.rows if row.provider == "eager"] == [limit, limit]
+
+
+def test_limits_of_the_machine_are_those_that_are_kept(monkeypatch, tmp_path):
+    made = studied(monkeypatch, tmp_path, {"eager": 10.0, "liger": 12.0}, spread=0.01, kept=LIMITS)
+    assert made.limits == LIMITS and [row.limit for row in made.rows] == ["launch", "launch"]
 
 
 @pytest.mark.parametrize(("us", "calls"), [(900.0, 16), (1100.0, 16), (5000.0, 5), (90_000.0, 1)])
@@ -309,6 +315,7 @@ def test_groups_share_the_time_that_their_preparation_leaves(monkeypatch, tmp_pa
     class Paced(Machine):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
+            self.now = 5e6
             machines.append(self)
 
         def sample(self, provider):
@@ -420,7 +427,7 @@ def test_no_more_are_prepared_side_by_side_than_memory_has_room_for(fitting, cor
     inside, seen, lock, full = [], [], threading.Lock(), threading.Event()
 
     def asked(do):
-        if do == "prepare":
+        if do in ("prepare", "first call"):
             with lock:
                 inside.append(do)
                 seen.append(len(inside))
@@ -430,14 +437,15 @@ def test_no_more_are_prepared_side_by_side_than_memory_has_room_for(fitting, cor
             sleep(0.02)  # one too many would come now
             with lock:
                 inside.pop()
-        return {"at_once": fitting + next(more)} if do == "load" and fitting else {}
+        return {"at_once": fitting + next(more)} if do == "load" and fitting else {"first_call_s": 9.0}
 
     more = iter((3, 0, 2, 1, *range(6)))
 
     monkeypatch.setattr(study.machine, "cores", lambda: cores)
     times = dict.fromkeys(("eager", "liger", "quack", "unsloth", *(f"p{i}" for i in range(6) if most > 4)), 100.0)
-    made = studied(monkeypatch, tmp_path, times, spread=0.01, asked=asked)
+    made = studied(monkeypatch, tmp_path, times, spread=0.01, asked=asked, begun_again=1)
     assert {row.status for row in made.rows} == {"ok"} and max(seen) == most
+    assert {row.first_call_again_s for row in made.rows} == {9.0}
 
 
 def test_who_takes_about_as_long_has_as_many_samples_a_turn(monkeypatch, tmp_path):
@@ -601,11 +609,14 @@ def test_whose_inputs_find_no_room_tries_again_and_who_fails_with_them_does_not(
             return FAILED | {"crowded": provider == "liger"}
         if do == "prepare":
             prepared.append(provider)
+            return {"first_call_s": 0.5, "peak_bytes": 7, "held_bytes": 3}
 
     made = studied(monkeypatch, tmp_path, dict.fromkeys(("eager", "liger", "quack"), 10.0), spread=0.01, told=told)
     assert [row.status for row in made.rows] == ["failed", "ok", "ok"]
     assert sorted(prepared) == ["liger", "liger", "quack"]  # and the twin
     assert {(row.shape, row.bytes_min, row.flops_min) for row in made.rows} == {("q[4]", 10**6, 10**5)}
+    found = [(row.first_call_s, row.peak_bytes, row.held_bytes) for row in made.rows]
+    assert found == [(None, None, None), (0.5, 7, 3), (0.5, 7, 3)]
 
 
 def test_a_group_that_nobody_runs_has_no_pair(monkeypatch, tmp_path):

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,11 +14,13 @@ from pathlib import Path
 import pytest
 
 import fusewise
-from fusewise.lab import plan, record, schema, study
+from fusewise.lab import plan, record, schema, seats, study
 from fusewise.lab.process import WorkerFailed, WorkerProcess
 from fusewise.lab.seats import Seats
 
 FAKES = "Right Wrong Unwritten Shapeless Mutating Versioned Speechless Raising Crammed Crowded Picky Absent AbsentOnImport BrokenCheck BrokenVersions Segfault DiesInRounds Babbling"
+
+EVERYONE = ["floor-copy", "eager", *(f"lab_fakes:{name}" for name in FAKES.split()), "lab_fakes:Gone"]
 
 
 class Silent:
@@ -39,7 +42,7 @@ class Silent:
         self.seen += rows
 
 
-def run(out, providers, **fields):
+def run(out, providers, before=None, **fields):
     request = plan.Request(
         target="rope", providers=providers, device="cpu", out=out,
         **{"warm": True, "cases": ["cube-4"], "passes": "fwd", "rounds": (3, 3), **fields},
@@ -47,7 +50,7 @@ def run(out, providers, **fields):
     listener = Silent()
     options = plan.options(request, out)
     out.mkdir(exist_ok=True)
-    return study.Study(options, listener).run(), listener
+    return study.Study(options, listener, before).run(), listener
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,7 @@ def misbehaving(tmp_path_factory):
     (out / "rows.jsonl").symlink_to(out / "elsewhere")
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PYTHONUNBUFFERED", raising=False)  # not set when a user types the command
-        made, _ = run(out, ["floor-copy", "eager", *(f"lab_fakes:{name}" for name in FAKES.split()), "lab_fakes:Gone"])
+        made, _ = run(out, EVERYONE)
     return made, out
 
 
@@ -114,6 +117,20 @@ def test_rows_say_what_was_measured(misbehaving):
     assert size >= 2 * 4**4 * 4
     assert by_name["wrong"].error > by_name["wrong"].error_eager == by_name["eager"].error > 0
     assert by_name["eager"].first_call_s > 0 and by_name["eager"].peak_bytes > 0
+
+
+def test_a_finished_run_is_resumed_without_a_process(misbehaving, tmp_path, monkeypatch):
+    made, out = misbehaving
+    shutil.copytree(out, tmp_path / "out", symlinks=True)
+    monkeypatch.setattr(seats, "WorkerProcess", None)
+    again, listener = run(tmp_path / "out", EVERYONE, before=record.read(out))
+    assert again.rows == made.rows and not listener.groups
+    assert (again.run, again.created, again.finished, len(again.resumed)) == (made.run, made.created, True, 1)
+    assert again.seconds > made.seconds
+    lines = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [row.to_json() for row in made.rows]
+    with pytest.raises(ValueError, match="must keep the request's seed"):
+        run(tmp_path / "out", EVERYONE, before=record.read(out), seed=1)
 
 
 def test_versions_are_texts_whatever_a_provider_says(misbehaving):
