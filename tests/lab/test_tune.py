@@ -80,9 +80,9 @@ def test_a_heuristic_that_is_best_stays() -> None:
 
 
 def test_a_difference_within_the_noise_changes_nothing() -> None:
-    result, _ = raced({1: 100.0, 2: 99.5}, noise=0.03)
+    result, _ = raced({1: 100.0, 2: 97.5}, noise=0.1)
     assert result.winner is result.heuristic and result.best is not result.heuristic
-    assert (result.verdict, result.stopped) == ("same", "clear") and result.rounds > tune.MIN_ROUNDS  # until it is told
+    assert (result.verdict, result.stopped) == ("same", "clear")  # not ended while it was ambiguous
     told = f"  kept: the heuristic’s choice (the best is same; noise {100 * (result.noise or 0):.1f} %)"
     assert tune.lines(result)[-1] == told
 

@@ -301,7 +301,7 @@ def test_causes_come_from_ledgers_hosts_clocks_and_counts():
         {"floor-copy": 10.0, "floor-launch": 2.0, "eager": 40.0, "torch.compile": 12.0, "jax": 30.0},
         hosts={"torch.compile": 48.0},
         ledgers=[ledger("eager", (8_000_000, 8_000_000), (8_000_000, 8_000_000)), ledger("torch.compile", (4_000_000, 4_000_000))],
-        code=[{"provider": "jax", "stage": "sass", "order": 1, "language": "sass", "text": "", "counts": {"spill_bytes": 8}}],
+        code=[{"provider": "jax", "stage": "sass", "order": 1, "language": "sass", "text": "", "counts": {"spill_loads": 1}}],
     )  # fmt: skip
     causes = {gap.provider: gap.causes for gap in only(found).gaps}
     assert causes["eager"] == ("moves 4.00 times the bytes, in 2 kernels",)
