@@ -732,3 +732,19 @@ def test_who_fails_to_prepare_has_a_new_process_if_it_must(leaving, monkeypatch,
     made = studied(monkeypatch, tmp_path, {"eager": 10.0, "liger": 12.0}, groups=2, spread=0.01, told=told)
     assert [row.status for row in made.rows] == ["ok", "failed", "ok", "ok"]
     assert events.count(("start", "liger")) == events.count(("stop", "liger")) == 1 + leaving
+
+
+def test_who_hangs_three_times_in_a_row_is_given_up(monkeypatch, tmp_path):
+    """Though it has run a problem: each time costs the time limit."""
+    hangs = iter((False, True, True, False, True, True, True))
+
+    def told(do, provider):
+        if (do, provider) == ("prepare", "liger") and next(hangs):
+            failed = study.WorkerFailed("timed out")
+            failed.hung = True
+            raise failed
+
+    made = studied(monkeypatch, tmp_path, {"eager": 10.0, "liger": 12.0}, groups=8, spread=0.01, told=told)
+    gone = "not started again after 3 failures in a row, the last: timed out"
+    said = [row.reason for row in made.rows if row.provider == "liger"]
+    assert said == ["", *["timed out"] * 2, "", *["timed out"] * 3, gone]
