@@ -63,9 +63,10 @@ def studied(
     **machine,
 ):
     """A study of the simulated machine. `order`: a fixed order of providers for every round. `asked`: called with every
-    request, returns extra fields for its reply. `proposed`: samples per turn that a provider asks for. `looked`: number
-    of groups whose kernels are timed. `begun_again`: of those whose first calls are repeated, if not as usual. `told`: as
-    `asked`, and of starts and stops, with the provider's name. `limits`: further options. `kept`: the machine's limits, measured earlier.
+    request, returns extra fields for its reply. `told`: likewise, with the provider's name, and also called when its
+    process starts, is ready or stops. `proposed`: samples per turn that a provider asks for. `looked`: number of groups
+    whose kernels are timed. `begun_again`: of those whose first calls are repeated; None: as by default. `limits`:
+    further options. `kept`: limits of the machine, measured earlier.
     """
     device = kind(times, **machine)
 
@@ -440,7 +441,6 @@ def test_no_more_are_prepared_side_by_side_than_memory_has_room_for(fitting, cor
         return {"at_once": fitting + next(more)} if do == "load" and fitting else {"first_call_s": 9.0}
 
     more = iter((3, 0, 2, 1, *range(6)))
-
     monkeypatch.setattr(study.machine, "cores", lambda: cores)
     times = dict.fromkeys(("eager", "liger", "quack", "unsloth", *(f"p{i}" for i in range(6) if most > 4)), 100.0)
     made = studied(monkeypatch, tmp_path, times, spread=0.01, asked=asked, begun_again=1)
@@ -587,8 +587,8 @@ def test_who_fails_while_it_is_timed_loses_a_row_and_if_it_must_its_process(do, 
     lost = next(m for m in made.measurements if m.provider == "liger")
     assert (lost.rounds, lost.prepared["status"], lost.prepared["reason"]) == ([], "failed", "an illegal access")
     assert events.count(("start", "liger")) == 1 + leaving
-    again = events.index(("prepare", "liger"), events.index((do, "liger")))
-    assert events[: events.index(("prepare", "liger"), again)].count((do, "liger")) == 1
+    next_group = events.index(("prepare", "liger"), events.index((do, "liger")))
+    assert events[:next_group].count((do, "liger")) == 1
     assert [provider for what, provider in events if what == "first call"] == ["eager"]
 
 

@@ -19,12 +19,11 @@ from fusewise.lab.process import WorkerFailed, WorkerProcess
 from fusewise.lab.seats import Seats
 
 FAKES = "Right Wrong Unwritten Shapeless Mutating Versioned Speechless Raising Crammed Crowded Picky Absent AbsentOnImport BrokenCheck BrokenVersions Segfault DiesInRounds Babbling"
-
 EVERYONE = ["floor-copy", "eager", *(f"lab_fakes:{name}" for name in FAKES.split()), "lab_fakes:Gone"]
 
 
 class Silent:
-    """A listener that records who had a turn in each round, and what is told of providers."""
+    """A listener that records who had a turn in each round, what is told of providers, and the rows."""
 
     def __init__(self):
         self.groups, self.turns, self.told, self.seen = [], [], [], []
