@@ -677,6 +677,7 @@ def test_what_a_worker_is_told_as_it_starts(device, warm, flush, share, shared, 
     monkeypatch.setattr(seats, "WorkerProcess", lambda start, log, **more: begun.append((start, log.name, more)))
     monkeypatch.setattr(seats.machine, "cache_bytes", lambda _: 2**20)
     providers = [plugin.Entry("eager", seats.EAGER, Fake("eager")), plugin.Entry("a/b", "a:b", Fake("a/b"))]
+    providers.append(plugin.Entry("gone", "a:gone", None, "AttributeError"))  # which has no process
     limits = {"timeout": 7.0, "memory_limit": 2**30}
     made = seats.Seats(
         Options(op="rope", tasks=[], providers=providers, device=device, out=tmp_path, warm=warm, **limits)
@@ -734,17 +735,44 @@ def test_who_fails_to_prepare_has_a_new_process_if_it_must(leaving, monkeypatch,
     assert events.count(("start", "liger")) == events.count(("stop", "liger")) == 1 + leaving
 
 
-def test_who_hangs_three_times_in_a_row_is_given_up(monkeypatch, tmp_path):
-    """Though it has run a problem: each time costs the time limit."""
-    hangs = iter((False, True, True, False, True, True, True))
+@pytest.mark.parametrize("hung", [True, False])
+def test_who_hangs_three_times_in_a_row_is_given_up(hung, monkeypatch, tmp_path):
+    """Though it has run a problem: each time costs the time limit. One that only has to leave goes on."""
+    fails = iter((False, True, True, False, True, True, True, False))
 
     def told(do, provider):
-        if (do, provider) == ("prepare", "liger") and next(hangs):
+        if (do, provider) == ("prepare", "liger") and next(fails):
+            if not hung:
+                return FAILED | {"leaving": True}
             failed = study.WorkerFailed("timed out")
             failed.hung = True
             raise failed
 
     made = studied(monkeypatch, tmp_path, {"eager": 10.0, "liger": 12.0}, groups=8, spread=0.01, told=told)
-    gone = "not started again after 3 failures in a row, the last: timed out"
+    why = "timed out" if hung else "an illegal access"
+    gone = f"not started again after 3 failures in a row, the last: {why}" if hung else ""
     said = [row.reason for row in made.rows if row.provider == "liger"]
-    assert said == ["", *["timed out"] * 2, "", *["timed out"] * 3, gone]
+    assert said == ["", *[why] * 2, "", *[why] * 3, gone]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (plugin.Missing("no library"), "missing", "no library"),
+        (OSError("cannot look"), "failed", "OSError: cannot look"),
+    ],
+)
+def test_who_is_known_to_be_missing_has_no_process(error, status, reason, monkeypatch, tmp_path):
+    started = []
+
+    def check(self, device):
+        if self.name == "liger":
+            raise error
+
+    def told(do, provider):
+        started.extend([provider] * (do == "start"))
+
+    monkeypatch.setattr(Fake, "check", check)
+    made = studied(monkeypatch, tmp_path, {"eager": 10.0, "liger": 12.0}, spread=0.01, told=told)
+    assert [(row.status, row.reason) for row in made.rows] == [("ok", ""), (status, reason)]
+    assert started == ["eager", "eager"]  # and its twin
