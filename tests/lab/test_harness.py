@@ -738,21 +738,23 @@ def test_who_fails_to_prepare_has_a_new_process_if_it_must(leaving, monkeypatch,
 @pytest.mark.parametrize("hung", [True, False])
 def test_who_hangs_three_times_in_a_row_is_given_up(hung, monkeypatch, tmp_path):
     """Though it has run a problem: each time costs the time limit. One that only has to leave goes on."""
-    fails = iter((False, True, True, False, True, True, True, False))
+    replies = iter(("ok", "fails", "fails", "missing", "fails", "fails", "fails", "ok"))
 
     def told(do, provider):
-        if (do, provider) == ("prepare", "liger") and next(fails):
-            if not hung:
-                return FAILED | {"leaving": True}
+        reply = next(replies) if (do, provider) == ("prepare", "liger") else "ok"
+        if reply == "fails" and hung:
             failed = study.WorkerFailed("timed out")
             failed.hung = True
             raise failed
+        if reply == "fails":
+            return FAILED | {"leaving": True}
+        return {"ok": False, "status": "missing", "reason": "on Sundays only"} if reply == "missing" else {}
 
     made = studied(monkeypatch, tmp_path, {"eager": 10.0, "liger": 12.0}, groups=8, spread=0.01, told=told)
     why = "timed out" if hung else "an illegal access"
     gone = f"not started again after 3 failures in a row, the last: {why}" if hung else ""
     said = [row.reason for row in made.rows if row.provider == "liger"]
-    assert said == ["", *[why] * 2, "", *[why] * 3, gone]
+    assert said == ["", *[why] * 2, "on Sundays only", *[why] * 3, gone]
 
 
 @pytest.mark.parametrize(
