@@ -326,7 +326,7 @@ def test_groups_share_the_time_that_their_preparation_leaves(monkeypatch, tmp_pa
     def asked(do):
         part, seconds = {"load": ("inputs", 0.25), "prepare": ("compiling", 1.0)}.get(do, ("", 0.0))
         machines[0].now += 1e6 * seconds
-        return {"spent": {part: seconds}} if part else {}
+        return {"spent": {part: 2 * seconds}} if part else {}  # as if two had done it side by side
 
     machines = []
     limits = {"min_rounds": 5, "max_rounds": 30, "time_limit": 4 * 2.25 + 2 * 30 * 6e-3 + 2 * 7.75 * 6e-3}
