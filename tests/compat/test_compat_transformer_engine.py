@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from compat_statement import DEVICE, assert_gradient, assert_rotated, assert_transforms, launches, rotate
 from torch import Tensor
 
@@ -216,6 +217,24 @@ def test_derivatives_of_every_order_and_unused_results() -> None:
     assert d[..., :8].abs().max() == 0 and d[..., 16:].abs().max() == 0 and d[..., 8:16].abs().min() > 0
     (d,) = torch.autograd.grad(function(qkv)[0].sgn().sum(), qkv)  # a ZeroTensor gradient
     assert d.shape == qkv.shape and not d.any()
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_the_packed_form_in_a_checkpoint(separate: bool, use_reentrant: bool) -> None:
+    """A checkpoint without reentry lets backward unpack what was saved only once."""
+    x, table = randn(T, B, 2, 4 * D).requires_grad_(), freqs()[0]
+    start = ints(3, 0)
+
+    def total(x: Tensor) -> Tensor:
+        of_k = table.clone() if separate else table
+        return sum(
+            y.square().sum() for y in apply_fused_qkv_rotary_pos_emb(x, table, of_k, [2 * D, D, D], "sbhd", start)
+        )
+
+    (expected,) = torch.autograd.grad(total(x), x)
+    torch.utils.checkpoint.checkpoint(total, x, use_reentrant=use_reentrant).backward()
+    torch.testing.assert_close(x.grad, expected)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # raised by torch

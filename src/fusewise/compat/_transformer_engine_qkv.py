@@ -166,8 +166,9 @@ class _SplitRotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         widths, tensor_format, names, rest = ctx.rest
-        count = len(ctx.saved_tensors) - len(names)
-        tables, call = ctx.saved_tensors[:count], dict(zip(names, ctx.saved_tensors[count:], strict=True))
+        saved = ctx.saved_tensors  # once: a checkpoint allows no second unpacking
+        count = len(saved) - len(names)
+        tables, call = saved[:count], dict(zip(names, saved[count:], strict=True))
         shape, dtype, device = ctx.like
         dqkv = torch.empty(shape, dtype=dtype, device=device)
         parts = _fold(dqkv, widths, tensor_format)
