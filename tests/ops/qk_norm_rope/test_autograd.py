@@ -190,12 +190,49 @@ def test_transforms() -> None:
     torch.testing.assert_close(mapped, torch.stack((f(*tensors), f(2 * tensors[0], *tensors[1:]))))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_vmap_over_any_dimension_of_the_weights(compiled: bool) -> None:
+    """The batch dimension may lie within a weight."""
+    q, k, *weights = (x.detach() for x in leaves("head"))
+    many = [torch.stack((w, 2 * w, -w), 1) for w in weights]
+
+    def f(*weights: Tensor) -> tuple[Tensor, Tensor]:
+        y: tuple[Tensor, Tensor] = fusewise.qk_norm_rope(q, k, *weights, inv_freq=FREQ)
+        return y
+
+    def batched(*weights: Tensor) -> tuple[Tensor, ...]:
+        gradients = grad(lambda *args: sum(y.square().sum() for y in f(*args)), (0, 1))
+        return *vmap(f, 1)(*weights), *vmap(gradients, 1)(*weights)
+
+    y, z, *of_weights = (torch.compile(batched, fullgraph=True, backend="aot_eager") if compiled else batched)(*many)
+    for i in range(3):
+        leaf = [w[:, i].contiguous().requires_grad_() for w in many]
+        one = f(*leaf)
+        want = torch.autograd.grad(sum(y.square().sum() for y in one), leaf)
+        for a, b in zip((y[i], z[i], *(g[i] for g in of_weights)), (*one, *want), strict=True):
+            torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("norm", ["head", "all"])
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_batches_of_gradients(norm: str, pairing: str) -> None:
     """Batched gradients, as for torch.autograd.functional.jacobian, equal the gradients one by one."""
     tensors = leaves(norm)
     ys = fusewise.qk_norm_rope(*tensors, inv_freq=FREQ, norm=norm, pairing=pairing)
+    batches = [torch.randn(3, *y.shape, dtype=y.dtype) for y in ys]
+    together = torch.autograd.grad(ys, tensors, batches, is_grads_batched=True, retain_graph=True)
+    for i in range(3):
+        alone = torch.autograd.grad(ys, tensors, [batch[i] for batch in batches], retain_graph=True)
+        for a, b in zip(together, alone, strict=True):
+            torch.testing.assert_close(a[i], b)
+
+
+@pytest.mark.parametrize("constant", [0, 1])
+def test_batches_of_one_of_two_gradients(constant: int) -> None:
+    """The gradient of one result may be no batch: that of a sign is zero whatever comes in."""
+    tensors = leaves("head")
+    ys = list(fusewise.qk_norm_rope(*tensors, inv_freq=FREQ))
+    ys[constant] = ys[constant].sgn()
     batches = [torch.randn(3, *y.shape, dtype=y.dtype) for y in ys]
     together = torch.autograd.grad(ys, tensors, batches, is_grads_batched=True, retain_graph=True)
     for i in range(3):

@@ -208,7 +208,7 @@ def gradients(
         picked = list(given.values())
         xs = [(q, k)[i] for i in given]
         weights = [(q_weight, k_weight)[i] for i in given] if q_weight is not None else []
-        if wants_formula(picked[0]):
+        if wants_formula(picked[0]) or wants_formula(picked[-1]):
             rotation, norm, _ = _split(call)
             dxs, dweights = reference.gradients(picked, xs, weights, rotation, norm)
         else:
