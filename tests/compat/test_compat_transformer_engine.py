@@ -219,6 +219,30 @@ def test_derivatives_of_every_order_and_unused_results() -> None:
     assert d.shape == qkv.shape and not d.any()
 
 
+@pytest.mark.parametrize(
+    ("tokens", "batch", "groups", "widths"),
+    [(0, 2, 3, (16, 8, 8)), (3, 0, 2, (8, 8, 8)), (3, 2, 0, (8, 8, 8)), (3, 2, 2, (0, 8, 8)), (3, 2, 2, (16, 8, 0))],
+)
+@pytest.mark.parametrize("tensor_format", ["sbhd", "bshd"])
+def test_a_packed_form_without_elements(
+    tokens: int, batch: int, groups: int, widths: tuple[int, int, int], tensor_format: str
+) -> None:
+    outer = (tokens, batch) if tensor_format == "sbhd" else (batch, tokens)
+    qkv = randn(*outer, groups, sum(widths)).requires_grad_()
+    with torch.no_grad():
+        inference = apply_fused_qkv_rotary_pos_emb(qkv, freqs(8)[0], freqs(8)[0], list(widths), tensor_format)
+    training = apply_fused_qkv_rotary_pos_emb(qkv, freqs(8)[0], freqs(8)[0], list(widths), tensor_format)
+    expected = [(*outer, groups * widths[0] // 8, 8), (*outer, groups, 8), (*outer, groups, widths[2])]
+    for result in (inference, training):
+        assert [tuple(y.shape) for y in result] == expected
+    for create_graph in (False, True):
+        (d,) = torch.autograd.grad(
+            [y.square().sum() for y in training], qkv, retain_graph=True, create_graph=create_graph
+        )
+        torch.testing.assert_close(d, 2 * qkv)  # a rotation preserves norms
+    assert d.requires_grad
+
+
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_the_packed_form_in_a_checkpoint(separate: bool, use_reentrant: bool) -> None:

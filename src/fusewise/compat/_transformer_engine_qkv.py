@@ -123,8 +123,8 @@ def _fold(qkv: Tensor, widths: tuple[int, ...], tensor_format: str) -> tuple[Ten
 
 def _unfold(q: Tensor, k: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of `_fold` for contiguous q and k."""
-    outer = qkv.shape[:2]
-    return q.reshape(*outer, -1, q.shape[-1]), k.reshape(*outer, -1, k.shape[-1])
+    *outer, groups, _ = qkv.shape  # no -1: torch cannot infer a size where there are no elements
+    return q.reshape(*outer, groups * q.shape[2], q.shape[3]), k.reshape(*outer, groups, k.shape[3])
 
 
 def _folded_positions(
@@ -180,8 +180,8 @@ class _SplitRotate(torch.autograd.Function):
         call = {**call, **rest, "inverse": True}
         # Double backward or vmap: use differentiable operations.
         if any(wants_formula(d) for d in grads if d is not None):
-            dq, dk = (d.reshape(*shape[:3], -1) for d in _rotate(dq, dk, tables, call))
-            return torch.cat((dq, dk, dv.reshape(*shape[:3], -1)), -1), *(None,) * (3 + count)
+            each = zip((*_rotate(dq, dk, tables, call), dv), widths, strict=True)
+            return torch.cat([d.reshape(*shape[:3], width) for d, width in each], -1), *(None,) * (3 + count)
         _rotate(dq, dk, tables, call, parts[:2])
         parts[2].copy_(dv)
         return dqkv, *(None,) * (3 + count)
