@@ -262,6 +262,16 @@ def test_strides_of_no_elements_say_nothing() -> None:
     assert fusewise.rope(q, **TABLE).shape == q.shape
 
 
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_strides_of_tables_without_elements_say_nothing(impl: str) -> None:
+    """They may differ: `.contiguous()` would change neither."""
+    q, k = torch.empty(0, 6, 4, 16), torch.empty(0, 6, 2, 16)
+    y, z = fusewise.rope(q, k, cos=torch.empty(0, 6, 8), sin=torch.empty(0, 8, 6).mT, impl=impl)
+    assert y.shape == q.shape and z.shape == k.shape
+    y = fusewise.rope(Q, cos=torch.empty(0, 8), sin=torch.empty(8, 0).mT, positions=IDS, impl=impl)
+    assert y.isnan().all()
+
+
 def test_strides_of_a_single_row_say_nothing() -> None:
     """In a decode step one table may be a slice of one row and the other a new tensor."""
     cos, sin = COS[3:4], SIN[3:4].as_strided((1, 8), (99, 1))

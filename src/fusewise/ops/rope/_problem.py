@@ -16,6 +16,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from .._common import known
+
 Layout = Literal["bshd", "sbhd", "bhsd", "thd"]
 Pairing = Literal["half", "interleaved", "interleaved_to_half", "half_to_interleaved"]
 Table = Literal["cos_sin", "fused", "angles", "inv_freq"]
@@ -129,9 +131,12 @@ def layout_dims(layout: str) -> tuple[int | None, int, int]:
 
 
 def same_strides(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors of the same shape have the same memory layout; strides of size-1 dimensions are ignored."""
-    return x.stride() == y.stride() or all(
-        a == b or size <= 1 for a, b, size in zip(x.stride(), y.stride(), x.shape, strict=True)
+    """Whether two tensors of the same shape have the same memory layout. Strides of size-1 dimensions are ignored, and all
+    strides where there are no elements: `.contiguous()` would not change them."""
+    return (
+        x.stride() == y.stride()
+        or all(a == b or size <= 1 for a, b, size in zip(x.stride(), y.stride(), x.shape, strict=True))
+        or known(x.numel() == 0)
     )
 
 
