@@ -195,6 +195,7 @@ CALLS: list[tuple[Any, dict[str, Any]]] = [
     (transformers.apply_rotary_pos_emb_vision, {"q": TOKENS, "k": TOKENS, **{n: x[0] for n, x in TWICE.items()}}),
     (transformers.apply_multimodal_rotary_pos_emb, {**PAIR, **AXES, "unsqueeze_dim": 1}),
     (transformers.apply_rotary_emb_llama4, {"xq": X, "xk": X, "freqs_cis": COMPLEX[None]}),
+    (transformers.apply_rotary_emb_deepseek_v2, {"xq": XH, "xk": XH, "freqs_cis": COMPLEX[None]}),
     (flash_attn.swiglu, {"x": rand(3, D), "y": rand(3, D)}),
     (
         flash_attn.GatedMlp,
@@ -416,6 +417,29 @@ def test_q_is_not_written_to_where_kv_is_refused(kv: Any) -> None:
     before = q.clone()
     check_named(flash_attn.RotaryEmbedding(D), {"qkv": q, "kv": kv})
     assert torch.equal(q, before)
+
+
+@pytest.mark.parametrize(
+    "function", [
+        transformers.apply_rotary_emb_llama4, transformers.apply_rotary_emb_deepseek_v2, transformers.vision_apply_rotary_emb,
+        liger.liger_llama4_text_rotary_pos_emb, liger.liger_llama4_vision_rotary_pos_emb, vllm.packed_qk_rope_,
+    ],
+)  # fmt: skip
+def test_complex_tables_have_a_column_for_each_pair(function: Any) -> None:
+    """Twice as many are no duplicates: the libraries refuse them."""
+    arguments = dict(next(arguments for f, arguments in CALLS if f is function))
+    name = "freqs_ci" if "freqs_ci" in arguments else "freqs_cis"
+    text = check_named(function, arguments, **{name: torch.cat((arguments[name],) * 2, -1)})
+    assert f"{name} must have D / 2 = {D // 2} columns" in text
+
+
+@pytest.mark.parametrize("more", [1, D])
+@pytest.mark.parametrize("function", [transformers.apply_rotary_pos_emb_glm, liger.liger_rotary_pos_emb])
+def test_tables_of_which_a_part_is_read_have_the_same_width(function: Any, more: int) -> None:
+    wider = torch.cat((TWICE["sin"], rand(1, T, more)), -1)
+    options = {} if function is transformers.apply_rotary_pos_emb_glm else {"rotary_dim": D // 2 - 2}
+    text = check_named(function, {**PAIR, **TWICE, **options}, sin=wider)
+    assert "sin must have the shape of cos" in text
 
 
 class Own(Tensor):

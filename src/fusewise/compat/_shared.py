@@ -36,16 +36,17 @@ def alike(op: str, cos: Tensor, sin: Tensor, of: str = "") -> tuple[Tensor, Tens
 
 
 def cut(op: str, cos: Tensor, sin: Tensor, view: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Apply one view to both tables."""
+    """Apply one view to both tables, which must have the same shape: a part of a wider one would hide the difference."""
     try:
-        return view(cos), view(sin)
+        if cos.shape == sin.shape:
+            return view(cos), view(sin)
     except WRONG:
         explain(op, "cos", cos)
         explain(op, "sin", sin)
-        if sin.shape != cos.shape:
-            fix = "build both tables the same way"
-            fail(op, "sin", f"have the shape of cos, {tuple(cos.shape)}", tuple(sin.shape), fix)
         raise
+    explain(op, "cos", cos)
+    explain(op, "sin", sin)
+    fail(op, "sin", f"have the shape of cos, {tuple(cos.shape)}", tuple(sin.shape), "build both tables the same way")
 
 
 def heads(op: str, name: str, x: Tensor, dims: int, head_size: int) -> Tensor:
@@ -66,18 +67,28 @@ def heads(op: str, name: str, x: Tensor, dims: int, head_size: int) -> Tensor:
         raise
 
 
-def complex_tables(freqs_cis: Tensor) -> dict[str, Tensor]:
-    """Split cos θ + i sin θ into cos and sin tables: views, unless the tensor is lazily conjugated."""
+def complex_tables(freqs_cis: Tensor, x: Tensor | None = None) -> dict[str, Tensor]:
+    """Split cos θ + i sin θ into cos and sin tables: views, unless the tensor is lazily conjugated. They must have a column
+    for each pair of x, if given, whose whole heads rotate."""
     check_tensor("rope", "freqs_cis", freqs_cis)
     if not freqs_cis.is_complex():
         kind = dtype_name(freqs_cis.dtype)
         fail("rope", "freqs_cis", "be complex, cos θ + i sin θ", kind, "pass the model's freqs_cis", TypeError)
+    if x is not None:
+        _check_pairs("freqs_cis", freqs_cis, x)
     try:
         freqs_cis = freqs_cis.resolve_conj()
         return {"cos": freqs_cis.real, "sin": freqs_cis.imag}
     except WRONG:
         explain("rope", "freqs_cis", freqs_cis)
         raise
+
+
+def _check_pairs(name: str, freqs: Tensor, x: Tensor) -> None:
+    """Check that a table has a column for each pair of x. `rope` would take twice as many as duplicates."""
+    pairs, shape = shape_of("rope", "q", x, 1)[-1] // 2, shape_of("rope", name, freqs, 1)
+    if shape[-1] != pairs:
+        fail("rope", name, f"have D / 2 = {pairs} columns", tuple(shape), "pass an angle for each pair of a head")
 
 
 def pairing(op: str, name: str, interleaved: bool) -> Any:
@@ -185,4 +196,5 @@ def rotate_images(
         raise
     real = table.is_floating_point()
     tables = {"cos": table, "sin": torch.zeros_like(table)} if real else complex_tables(table)
+    _check_pairs("freqs_ci", freqs_ci, query)
     return rotate_pair(query, key, **tables, layout="bshd", pairing="interleaved", impl=impl)

@@ -141,7 +141,7 @@ class LigerQwen2VLMRopeFunction:
 
 def liger_llama4_text_rotary_pos_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor | None]:
     """Rotate interleaved pairs (2i, 2i + 1) of xq and xk (B, T, H, D) by complex freqs_cis ((1 | B,) R, D / 2), R >= T."""
-    return rotate_pair(xq, xk, **complex_tables(freqs_cis), layout="bshd", pairing="interleaved")
+    return rotate_pair(xq, xk, **complex_tables(freqs_cis, xq), layout="bshd", pairing="interleaved")
 
 
 def liger_llama4_vision_rotary_pos_emb(query: Tensor, key: Tensor, freqs_ci: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -160,12 +160,12 @@ def apply_multimodal_rotary_pos_emb(
 
 def apply_rotary_emb_llama4(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
     """Rotate interleaved pairs (2i, 2i + 1) of xq and xk (B, T, H, D) by complex freqs_cis (1 | B, T, D / 2)."""
-    return rotate_pair(xq, xk, **complex_tables(freqs_cis), layout="bshd", pairing="interleaved")
+    return rotate_pair(xq, xk, **complex_tables(freqs_cis, xq), layout="bshd", pairing="interleaved")
 
 
 def apply_rotary_emb_deepseek_v2(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
     """Rotate interleaved pairs (2i, 2i + 1) of xq and xk (B, H, T, D) by complex freqs_cis (1 | B, T, D / 2)."""
-    return rotate_pair(xq, xk, **complex_tables(freqs_cis), layout="bhsd", pairing="interleaved")
+    return rotate_pair(xq, xk, **complex_tables(freqs_cis, xq), layout="bhsd", pairing="interleaved")
 
 
 def vision_apply_rotary_emb(query: Tensor, key: Tensor, freqs_ci: Tensor) -> Pair:
