@@ -32,7 +32,7 @@ bool no_active_modes() {
          !torch::autograd::ForwardADLevel::try_get_by_idx(0);
 }
 
-bool dense(const Tensor& x) { return DENSE.has_all(x.key_set()) && x.dim() <= 4; }
+bool dense(const Tensor& x, int64_t most = 4) { return DENSE.has_all(x.key_set()) && x.dim() <= most; }
 
 // Releases the GIL, at half the cost of pybind11's gil_scoped_release.
 struct GilReleased {

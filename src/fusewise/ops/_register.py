@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.torch_version import TorchVersion
 
 _library = torch.library.Library("fusewise", "FRAGMENT")
@@ -19,6 +20,18 @@ _COPIES_WRONGLY = TorchVersion(torch.__version__) < TorchVersion("2.13")
 def copies_wrongly() -> bool:
     """Whether a graph is being traced in which an operator must not mutate the caller's tensors (see above)."""
     return _COPIES_WRONGLY and torch.compiler.is_compiling()
+
+
+def with_tail(x: Tensor) -> Tensor:
+    """x for an operator that writes to it: in a traced graph with a last dimension of 1, which the operator drops
+    (`without_tail`). Torch (seen with 2.13) takes the storage offset of a part of a graph's input for its start within the
+    input, if it has the same strides and as many dimensions: with an input that has an offset, the graph would write elsewhere."""
+    return x.unsqueeze(-1) if torch.compiler.is_compiling() and type(x) is Tensor else x
+
+
+def without_tail(x: Tensor, rank: int) -> Tensor:
+    """The tensor of `rank` dimensions that was given to `with_tail`."""
+    return x.squeeze(-1) if x.dim() > rank else x
 
 
 def register(

@@ -175,6 +175,21 @@ def test_compiles_whole_and_once_for_all_row_counts() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_writes_into_a_part_of_an_input_with_a_storage_offset(backend: str) -> None:
+    """Torch 2.13 takes the storage offset of a part for its start within the graph's input."""
+    torch._dynamo.reset()
+    x, room = randn(6, 16), randn(3, 6, 24)
+    expected = room.clone()
+    expected[1, :, 8:16] = stacked_gate(x, "silu", gate_first=True)
+
+    def f(x: Tensor, room: Tensor) -> None:
+        stacked_gate_into(x, room[:, 8:16], "silu", gate_first=True)
+
+    torch.compile(f, fullgraph=True, backend=backend)(x, room[1])
+    torch.testing.assert_close(room, expected)
+
+
 @pytest.mark.parametrize("text", ["silu/separate/value_first", "relu/stacked/gate_first"])
 def test_opcheck(text: str) -> None:
     pair = (randn(5, 8), randn(5, 8)) if "separate" in text else (randn(5, 16), None)

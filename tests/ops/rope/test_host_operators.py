@@ -231,6 +231,26 @@ def test_compiled_graphs_go_past_python(past_python: Callable[[], None]) -> None
     assert counter.frame_count == compiled
 
 
+@pytest.mark.parametrize("into", ["in place", "out"])
+def test_compiled_writes_go_past_python(into: str, past_python: Callable[[], None]) -> None:
+    """Graphs pass tensors that are written to with one more dimension."""
+    torch._dynamo.reset()
+
+    def f(x: Tensor, y: Tensor) -> None:
+        if into == "in place":
+            fusewise.rope_(y[:, :, :3], y[:, :, 3:], **TABLE, impl="cpu")
+        else:
+            fusewise.rope(x[:, :, :3], x[:, :, 3:], **TABLE, impl="cpu", out=(y[:, :, :3], y[:, :, 3:]))
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        x = torch.cat(qk(), 2)
+        y = x.clone() if into == "in place" else torch.empty_like(x)
+        compiled(x, y)
+        torch.testing.assert_close(y, reference.rope(x, None, **TABLE))
+        past_python()
+
+
 def test_threads_share_what_is_kept() -> None:
     def work(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -156,6 +156,33 @@ def test_fake_tensors_are_checked_and_nothing_runs() -> None:
             step(*fakes[:3], fakes[3].repeat(2), *fakes[4:])
 
 
+@pytest.mark.skipif(_COPIES_WRONGLY, reason="before torch 2.13 the caches may not be parts of a tensor")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_inputs_with_a_storage_offset_of_which_parts_are_written(backend: str) -> None:
+    """Torch 2.13 takes the storage offset of a part for its start within the graph's input."""
+    tokens, heads = 5, HEADS + 2 * KV_HEADS
+    qkv, caches = torch.randn(3, tokens, heads, WIDTH), torch.randn(3, 16, 16, KV_HEADS, WIDTH)
+    slots, positions, table = torch.arange(tokens), torch.arange(tokens), torch.randn(64, WIDTH)
+
+    def layer(qkv: Tensor, caches: Tensor) -> None:
+        q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
+        fusewise.rope_and_cache_(
+            q,
+            k,
+            v,
+            key_cache=caches[:8],
+            value_cache=caches[8:],
+            slot_mapping=slots,
+            positions=positions,
+            cos_sin=table,
+        )
+
+    expected = qkv.clone(), caches.clone()
+    layer(*(x[1] for x in expected))
+    torch.compile(layer, fullgraph=True, backend=backend)(qkv[1], caches[1])
+    torch.testing.assert_close((qkv, caches), expected, rtol=0, atol=0)
+
+
 def test_gradients_are_refused_when_traced() -> None:
     given = arguments_of(3)
     given[0].requires_grad_()

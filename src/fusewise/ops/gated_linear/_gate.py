@@ -17,7 +17,7 @@ from torch import Tensor
 from .._choice import Choice
 from .._common import apply_function, check_one_of, compute_dtype, dtype_name, fail, transforms_active, wants_formula
 from .._overlap import check_apart
-from .._register import copies_wrongly, register
+from .._register import copies_wrongly, register, with_tail, without_tail
 from . import _autograd, reference
 from ._problem import ACTIVATIONS, Spec, rows, split_preact
 from ._validate import check_features
@@ -81,7 +81,7 @@ def stacked_gate_into(
     if y.dim() != 2 or (y.stride(1) != 1 and y.shape[1] > 1):
         contract = "have rows of contiguous features, each as far from the next"
         fail(op, "out", contract, f"strides {tuple(out.stride())}", "pass a contiguous tensor")
-    op_gate_out(rows(x), None, Spec(activation, "stacked", gate_first).encode(), impl, y)
+    op_gate_out(rows(x), None, Spec(activation, "stacked", gate_first).encode(), impl, with_tail(y))
     return out
 
 
@@ -207,7 +207,7 @@ def _gate_out(first: Tensor, second: Tensor | None, text: str, impl: str, y: Ten
 
 
 def _gate_out_op(first: Tensor, second: Tensor | None, text: str, impl: str, y: Tensor) -> None:
-    _gate_out(first, second, text, impl, y)
+    _gate_out(first, second, text, impl, without_tail(y, 2))
     if not y.is_inference():  # autograd does not see writes through a pointer
         torch.autograd.graph.increment_version(y)
 

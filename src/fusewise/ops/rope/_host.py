@@ -22,9 +22,10 @@ from torch import Tensor
 
 from ..._shared import build, host
 from ..._shared.host import through_python as through_python
+from .._register import without_tail
 from ._auto import serving
 from ._native import planned
-from ._problem import Spec, layout_dims
+from ._problem import Spec, layout_dims, rotated_rank
 
 _PLANS = ("plan.h", "../rope_and_cache/plan.h", "../qk_norm_rope/plan.h")
 _NAMES = ("host.cpp", "host_call.h", "host_backward.h", "host_operators.h", *_PLANS)
@@ -111,6 +112,7 @@ def _planned(form: int, arguments: tuple[Any, ...], ys: tuple[Tensor, ...]) -> t
     if form == CACHED:
         from ..rope_and_cache import _native, _op
 
+        given = _op.without_tails(given)
         implementation = _op.serving(impl, ys[0], given[-1])
         packed, call = _native.planned, (*given, len(ys) == 2)
     elif form in (NORMED, NORM_GRAD):
@@ -126,7 +128,8 @@ def _planned(form: int, arguments: tuple[Any, ...], ys: tuple[Tensor, ...]) -> t
         packed = norms.planned_backward if dys else norms.planned
         call = (*dys, xs, ys, weights, rotation, Norm(*given[-3:]))
     else:
-        xs, rest = tuple(given[: len(ys)]), given[len(ys) :]
+        rest, rank = given[len(ys) :], rotated_rank(given[-1])
+        xs, ys = (tuple([without_tail(x, rank) for x in group]) for group in (given[: len(ys)], ys))
         implementation = serving(impl, xs, ys, rest[-1])
         packed, call = planned, (xs, ys, rest)
     if not hasattr(implementation, "register"):

@@ -24,9 +24,9 @@ from .._common import (
     unit_stride,
 )
 from .._overlap import check_apart
-from .._register import copies_wrongly, register
+from .._register import copies_wrongly, register, with_tail, without_tail
 from . import _auto, _host
-from ._problem import Spec, layout_dims, transposed_spec
+from ._problem import Spec, layout_dims, rotated_rank, transposed_spec
 
 # Schema of the arguments after the rotated tensors, the same in every operator: a `Rotation` and the implementation
 # name or "auto".
@@ -65,6 +65,8 @@ def _rope_qk(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 def _launch_into(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rest: tuple[Any, ...]) -> None:
     """Launch into existing tensors and bump their version counters: autograd does not see writes through a pointer."""
+    rank = rotated_rank(rest[-2])
+    xs, ys = (tuple([without_tail(x, rank) for x in group]) for group in (xs, ys))
     _launch(xs, ys, rest)
     torch.autograd.graph.increment_version([y for y in ys if not y.is_inference()])
 
@@ -304,9 +306,9 @@ class _RopeTransformable(torch.autograd.Function):
 
 def _in_place(q: Tensor, k: Tensor | None, call: Sequence[Any]) -> None:
     if k is None:
-        _op_rope_(q, *call)
+        _op_rope_(with_tail(q), *call)
     else:
-        _op_rope_qk_(q, k, *call)
+        _op_rope_qk_(with_tail(q), with_tail(k), *call)
 
 
 class _RopeInPlace(torch.autograd.Function):
@@ -346,9 +348,9 @@ def rotate_into(q: Tensor, k: Tensor | None, call: tuple[Any, ...], out: tuple[T
     if copies_wrongly():
         _copy(rotate(q, k, call), out)
     elif k is None:
-        _op_rope_out(q, *call, *out)
+        _op_rope_out(q, *call, *map(with_tail, out))
     else:
-        _op_rope_qk_out(q, k, *call, *out)
+        _op_rope_qk_out(q, k, *call, *map(with_tail, out))
 
 
 def _copy(rotated: Any, to: tuple[Tensor, ...]) -> None:

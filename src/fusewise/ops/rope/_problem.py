@@ -130,6 +130,11 @@ def layout_dims(layout: str) -> tuple[int | None, int, int]:
     return {"bshd": (0, 1, 2), "sbhd": (1, 0, 2), "bhsd": (0, 2, 1), "thd": (None, 0, 1)}[layout]
 
 
+def rotated_rank(spec: str) -> int:
+    """The number of dimensions of q and k, with an encoded spec."""
+    return 3 if Spec.decode(spec).layout == "thd" else 4
+
+
 def same_strides(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors of the same shape have the same memory layout. Strides of size-1 dimensions are ignored, and all
     strides where there are no elements: `.contiguous()` would not change them."""

@@ -21,14 +21,15 @@ PyObject* planned = nullptr;  // `_host._planned`
 // The arguments of an operator: its tensors, the COMMON ones, and depending on the form output strides, output tensors or nothing.
 enum Common { OP_TABLE, OP_SIN, OP_POSITIONS, OP_OFFSETS, OP_BOUNDS, OP_OFFSET, OP_SPEC, OP_IMPL, COMMON };
 
-// Add a tensor argument, which may be missing, to a key; returns false for a tensor that no key describes.
-bool read_tensor(const IValue& value, Key& key, const Tensor*& to) {
+// Add a tensor argument, which may be missing, to a key; returns false for a tensor that no key describes. Graphs pass tensors that
+// are written to with one more dimension (`with_tail` of `_register.py`): plans, made by Python, are without it.
+bool read_tensor(const IValue& value, Key& key, const Tensor*& to, int64_t most = 4) {
   if (value.isNone()) {
     key.add(int64_t(0));
     return true;
   }
   to = &value.toTensor();
-  if (!to->defined() || !dense(*to)) return false;
+  if (!to->defined() || !dense(*to, most)) return false;
   key.add(*to);
   return true;
 }
@@ -54,12 +55,12 @@ struct Operands : Tensors {
     const Tensor** const own[] = {&x[0], &x[1], &v, &caches[0], &caches[1], &slots, &block_table};
     key.add(int64_t(OPERATOR + FORM)), key.add(int64_t(N));
     for (int i = 0; i < OWN; ++i)
-      if (!read_tensor(a[i], key, *own[i])) return false;
+      if (!read_tensor(a[i], key, *own[i], FORM == NEW ? 4 : 5)) return false;
     if (!read_common(a + OWN, key, *this)) return false;
     for (int o = 0; o < N; ++o) {
       y[o] = x[o];
       if (FORM != GIVEN) continue;
-      if (!read_tensor(a[OWN + COMMON + o], key, y[o])) return false;
+      if (!read_tensor(a[OWN + COMMON + o], key, y[o], 5)) return false;
       key.add(int64_t(distance(*x[o], *y[o]) == 0));
     }
     for (int i = OP_SPEC; i <= OP_IMPL; ++i)

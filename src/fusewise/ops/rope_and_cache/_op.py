@@ -11,11 +11,11 @@ from torch import Tensor
 from ..._shared import build
 from .._choice import Choice
 from .._common import KERNEL_FLOATS
-from .._register import copies_wrongly, register
+from .._register import copies_wrongly, register, with_tail, without_tail
 from ..rope import _host
 from ..rope._auto import COMPUTED_ANGLES, table_of
 from ..rope._op import ROTATION, fake_writing, rotate
-from ..rope._problem import Spec
+from ..rope._problem import Spec, rotated_rank
 from . import _native
 
 # In order of preference, except that on a GPU auto selects CUDA once its library is built. Each has `launch`, with the
@@ -53,8 +53,17 @@ def explained(arguments: Mapping[str, Any]) -> tuple[str, str, dict[str, str]] |
     return None if chosen != "triton" else ("triton", "the first that serves the tensors", {"cuda": reason})
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Any, write_k: bool) -> None:
-    *call, impl = rest
+def without_tails(arguments: list[Any]) -> list[Any]:
+    """The arguments of an operator without impl, the written tensors as they are outside of a traced graph."""
+    q, k, v, key_cache, value_cache, *rest = arguments
+    rank = rotated_rank(rest[-1])
+    q, k = without_tail(q, rank), without_tail(k, rank)
+    return [q, k, v, without_tail(key_cache, 4), without_tail(value_cache, 4), *rest]
+
+
+def _run(*arguments: Any, write_k: bool) -> None:
+    *given, impl = arguments
+    q, k, v, key_cache, value_cache, *call = without_tails(given)
     implementation = serving(impl, q, call[-1])
     implementation.launch(q, k, v, key_cache, value_cache, *call, write_k)
     _host.served(implementation, q.device.type, impl)
@@ -86,7 +95,9 @@ _keeping = register(
 def write(tensors: tuple[Any, ...], call: tuple[Any, ...], write_k: bool) -> None:
     """Run a validated call: q, k, v, the caches, slots and block_table, and the common arguments of rope's operators."""
     if not copies_wrongly():
-        (_writing if write_k else _keeping)(*tensors, *call)
+        q, k, v, *caches = tensors[:5]
+        written = with_tail(q), with_tail(k) if write_k else k, v, *map(with_tail, caches)
+        (_writing if write_k else _keeping)(*written, *tensors[5:], *call)
         return
     q, k, _, key_cache, value_cache = tensors[:5]
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
