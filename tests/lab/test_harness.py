@@ -333,8 +333,8 @@ def test_groups_share_the_time_that_their_preparation_leaves(monkeypatch, tmp_pa
     kind = timed(monkeypatch, Paced)
     made = studied(monkeypatch, tmp_path, {"eager": 100.0}, 4, kind=kind, spread=0.0, asked=asked, limits=limits)
     assert [len(m.rounds) for m in made.measurements if m.provider == "eager"] == [30, 30, 8, 8]
-    assert made.spent["inputs"] == pytest.approx(4 * 0.25, rel=0.02)
-    assert made.spent["compiling"] == pytest.approx(4 * 2 * 1.0, rel=0.02)
+    assert made.spent["inputs"] == pytest.approx(4 * 0.25, rel=0.1)
+    assert made.spent["compiling"] == pytest.approx(4 * 2 * 1.0, rel=0.1)
     assert made.seconds == pytest.approx(9.0 + 76 * 6e-3)
     assert sum(made.spent.values()) == pytest.approx(made.seconds)
 
