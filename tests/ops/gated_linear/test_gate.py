@@ -86,6 +86,17 @@ def test_into_a_part_of_a_tensor(impl: str, dtype: torch.dtype) -> None:
         assert (around[:, :first] == 7).all() and (around[:, first + features :] == 7).all()
 
 
+def test_inference_tensors_are_written_in_inference_mode_only() -> None:
+    x = randn(3, 8)
+    with torch.inference_mode():
+        out = torch.empty(3, 4, device=DEVICE)
+        assert torch.equal(stacked_gate_into(x, out, "silu", gate_first=True), stacked_gate(x, "silu", gate_first=True))
+    with pytest.raises(
+        RuntimeError, match="out must not be an inference tensor outside inference mode, got one; clone out"
+    ):
+        stacked_gate_into(x, out, "silu", gate_first=True)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_any_strides_and_no_rows(impl: str) -> None:
     wide = randn(6, 5, 3 * 16)

@@ -188,6 +188,8 @@ def test_transforms() -> None:
     torch.testing.assert_close(tangent, sum((a * b).sum() for a, b in zip(want, directions, strict=True)))
     mapped = vmap(f, in_dims=(0, None, None, None))(torch.stack((q, 2 * q)).detach(), *tensors[1:])
     torch.testing.assert_close(mapped, torch.stack((f(*tensors), f(2 * tensors[0], *tensors[1:]))))
+    mapped = vmap(f, in_dims=(-1, None, None, None))(torch.stack((q, 2 * q), -1).detach(), *tensors[1:])
+    torch.testing.assert_close(mapped, torch.stack((f(*tensors), f(2 * tensors[0], *tensors[1:]))))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

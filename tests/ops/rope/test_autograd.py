@@ -255,6 +255,8 @@ def test_func_transforms(place: Place) -> None:
     for i in range(3):
         assert_bits(ys[:, i], f((i + 1) * q, k)[0])
         assert_bits(zs[i], z)
+    ys, _ = torch.func.vmap(f, in_dims=-1, out_dims=-1)(torch.stack([q, 2 * q], -1), torch.stack([k, k], -1))
+    assert_bits(ys[..., 1], f(2 * q, k)[0])  # the batch dimension lies within the heads
     ys, _ = torch.func.vmap(f)(torch.stack([q, 2 * q]), torch.stack([k, k]))
     assert_bits(ys[1], f(2 * q, k)[0])
     gradients = torch.func.vmap(torch.func.grad(lambda q: fusewise.rope(q, **kwargs).square().sum()))(

@@ -74,6 +74,8 @@ def stacked_gate_into(
         return out.copy_(stacked_gate(x, activation, gate_first=gate_first, op=op, impl=impl, name=name))
     if not torch.compiler.is_compiling():  # the compiler reads inputs before it writes outputs
         check_apart(op, {"out": out}, {name: x})
+        if out.is_inference() and not torch.is_inference_mode_enabled():
+            fail(op, "out", "not be an inference tensor outside inference mode", "one", "clone out", RuntimeError)
     try:
         y = out.view(-1, out.shape[-1])
     except RuntimeError:

@@ -97,8 +97,9 @@ def qk_norm_rope(
     own = q_weight, k_weight, eps, weight_offset, norm
     if not traced() and (quick := _host.qk_norm_rope(q, k, *rotation, impl, *own)) is not None:
         return quick
-    if transforms_active():  # the dimension that vmap hides may lie within a weight
-        q_weight, k_weight = (None if w is None else unit_stride(w) for w in (q_weight, k_weight))
+    if transforms_active():  # the dimension that vmap hides may lie within a head or a weight
+        q = unit_stride(q)
+        k, q_weight, k_weight = (None if x is None else unit_stride(x) for x in (k, q_weight, k_weight))
     call, reach = validated(q, k, q_weight, k_weight, rotation, layout, (eps, weight_offset, norm), impl)
     out = _op.apply(q, k, q_weight, k_weight, call)
     _op.remember((q, k, *rotation, impl, *own), *_op.lists(q, k, q_weight, k_weight), call, reach, out)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import fail, traced, transforms_active
+from .._common import fail, traced, transforms_active, unit_stride
 from . import _host, _op
 from ._problem import Layout, Pairing
 from ._validate import validated_as_far
@@ -123,6 +123,8 @@ def rope(
         cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, sections, sections_interleaved,
         context_parallel, layout, pairing, rotary_dim, rotary_start, scale, inverse, impl,
     )  # fmt: skip
+    if transforms_active():  # the dimension that vmap hides may lie within a head
+        q, k = unit_stride(q), None if k is None else unit_stride(k)
     call, reach = validated_as_far("rope", q, k, options)
     if out is None:
         rotated = _op.rotate(q, k, call)
