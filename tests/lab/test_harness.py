@@ -757,6 +757,24 @@ def test_who_hangs_three_times_in_a_row_is_given_up(hung, monkeypatch, tmp_path)
     assert said == ["", *[why] * 2, "on Sundays only", *[why] * 3, gone]
 
 
+def test_who_hangs_while_it_is_timed_is_given_up_too(monkeypatch, tmp_path):
+    """Although it can be prepared each time."""
+    turns = iter((True, False, False, True, False, False, False))  # in how many groups it answers
+
+    def told(do, provider):
+        if (do, provider) == ("warm", "liger") and not next(turns):
+            failed = study.WorkerFailed("timed out")
+            failed.hung = True
+            raise failed
+        return {}
+
+    made = studied(monkeypatch, tmp_path, {"eager": 10.0, "liger": 12.0}, groups=8, spread=0.01, told=told)
+    hung = "in the warm-up: timed out"
+    gone = f"not started again after 3 failures in a row, the last: {hung}"
+    said = [row.reason for row in made.rows if row.provider == "liger"]
+    assert said == ["", hung, hung, "", hung, hung, hung, gone]
+
+
 @pytest.mark.parametrize(
     ("error", "status", "reason"),
     [

@@ -222,7 +222,9 @@ class Seats:
                 self.stop(seat)
                 return self.failure(seat, reply["reason"])
             if do == "prepare":
-                seat.failures, seat.runs = 0, seat.runs or reply["ok"]
+                seat.runs = seat.runs or reply["ok"]
+                if not reply["ok"]:  # else it is still to be timed
+                    seat.failures = 0
             return reply
         except WorkerFailed as error:
             return self.failure(seat, str(error), error.hung)

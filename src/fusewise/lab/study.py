@@ -194,6 +194,9 @@ class Study:
         self.preparing.append(now - begun)
         with self.spent.part("measuring"):
             self._rounds(running, measurements, replies, due)
+            for seat in running:
+                if replies[seat.name]["ok"]:
+                    seat.failures = 0
             self._tell([seat for seat in running if not replies[seat.name]["ok"]], replies)
             if task in self.looked:
                 timed = [seat for seat in running if replies[seat.name]["ok"]]
@@ -253,7 +256,7 @@ class Study:
             try:
                 reply = seat.worker.ask(do, **fields)
             except WorkerFailed as error:
-                reply = self.seats.failure(seat, f"in {when}: {error}")
+                reply = self.seats.failure(seat, f"in {when}: {error}", error.hung)
             if reply["ok"]:
                 return {k: v for k, v in reply.items() if k not in ("id", "ok", "status")}
             if reply.get("leaving"):
