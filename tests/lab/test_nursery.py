@@ -187,6 +187,17 @@ def test_workers_outlive_the_nursery_and_the_next_start_alone(tmp_path):
         second.stop()
 
 
+def test_a_nursery_that_is_closed_leaves_its_workers_and_the_scratch_folder(tmp_path):
+    """As when the next one starts alone. A killed study's folder: see test_survival.py."""
+    (tmp_path / "scratch").mkdir()
+    parent = Nursery(tmp_path / "nursery.log", scratch=tmp_path / "scratch")
+    with obeying(parent, tmp_path / "log") as process:
+        parent.close()
+        assert parent.process.returncode == 0
+        assert ask(process, "1 + 1") == "2"
+    assert (tmp_path / "scratch").is_dir()
+
+
 def test_a_process_that_must_not_fork_does_not(tmp_path, monkeypatch):
     """For example because a module that every Python process loads has started a thread."""
     (tmp_path / "sitecustomize.py").write_text(

@@ -4,7 +4,7 @@ It is a separate program, so that no worker imports the user's script and no com
 environment is its workers', because glibc and compilers read theirs only once. In a forked child only the forking
 thread survives, and CUDA does not work, so the server verifies that it is single-threaded and has not initialised CUDA.
 
-    coordinator → nursery   a module's name and four descriptors: stdin, stdout, stderr, a status socket
+    coordinator → nursery   a module's name and four descriptors: stdin, stdout, stderr, a status socket; FAREWELL at the end
     nursery → status socket the worker's pid and later its exit code; the pid is not reaped until the socket closes
 
 A worker exits when its stdin closes, and the nursery when the coordinator's socket does, so nothing outlives a killed
@@ -35,6 +35,8 @@ import fusewise
 WORKER = "FUSEWISE_WORKER"
 #: Imported before forking. No provider or compiler: importing those belongs to the first call.
 MODULES = ("fusewise.lab.worker", "fusewise.lab.code.worker")
+#: What the server is told when it is to exit.
+FAREWELL = b"-"
 #: Timeout for a worker's pid, in seconds: torch may load from a slow disk.
 PATIENCE = 120.0
 #: Grace period for the process to exit by itself, in seconds.
@@ -106,7 +108,7 @@ class Nursery:
     ) -> None:
         """`log` receives the server's output; without it there is no server and each worker is a fresh process.
         `files`: descriptors that workers inherit. `modules`: extra imports besides torch, for processes that time
-        nothing. `scratch`: a folder that the server deletes when it ends, and kills its workers before."""
+        nothing. `scratch`: a folder that the server deletes if this process dies."""
         self.env = {**os.environ, **(env or {}), WORKER: "1", "PYTHONPATH": python_path()}
         self.files = tuple(files)
         self.log = log
@@ -132,7 +134,9 @@ class Nursery:
     def close(self) -> None:
         """End the server; workers whose status sockets are still open keep running."""
         if self.socket is not None:
-            self.socket.close()  # tells the server to exit, after it has reaped the released workers
+            with contextlib.suppress(OSError):
+                self.socket.send(FAREWELL)
+            self.socket.close()  # the server exits, after it has reaped the released workers
         if self.process is not None:
             try:
                 self.process.wait(timeout=LEAVE)
@@ -205,12 +209,12 @@ def serve(requests: socket.socket, scratch: str) -> str:
                 tell(status, end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
         if requests in readable:
             module, files, _, _ = socket.recv_fds(requests, 256, 4)
-            if not module:
-                if scratch:
-                    for pid in workers:
-                        os.killpg(pid, signal.SIGKILL)
-                        os.waitpid(pid, 0)
-                    shutil.rmtree(scratch, ignore_errors=True)
+            if not module and scratch:  # the coordinator has died without a farewell
+                for pid in workers:
+                    os.killpg(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                shutil.rmtree(scratch, ignore_errors=True)
+            if module in (b"", FAREWELL):
                 os._exit(0)  # skip the libraries' exit handlers, which have nothing to clean up and may be noisy
             pid = os.fork()
             if not pid:
