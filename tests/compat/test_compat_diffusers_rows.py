@@ -180,6 +180,17 @@ def test_allegro(order: str, batch: int, heads_first: bool) -> None:
         assert counted.get("aten::clone", 0) == (0 if heads_first else (batch < B) + apart)
 
 
+@pytest.mark.parametrize("shared", range(len(ROWS)))
+def test_allegro_with_positions_shared_on_some_axes(shared: int) -> None:
+    """Each of the three may be (1, S) or (B, S)."""
+    theta, freqs, both = of_allegro(B)
+    for one in (True, False):
+        positions = [at[:1] if (axis == shared) is one else at for axis, at in enumerate(both)]
+        x = randn(B, H, S, D).requires_grad_()
+        y = diffusers.apply_rotary_emb_allegro(x, freqs, positions)
+        check(y, x, lambda x, at=positions: thirds(x, theta, at))
+
+
 def test_allegro_without_a_row_is_nan() -> None:
     """Also if the tables of the other axes have that row."""
     theta, freqs, positions = of_allegro(B)

@@ -155,7 +155,7 @@ def apply_rotary_emb_allegro(x: Tensor, freqs_cis: Any, positions: Any) -> Tenso
         first += count
     cos, sin = (torch.cat(same) for same in zip(*tables, strict=True))  # `rotated` converts float64
     thirds = x.unflatten(3, (3, width // 3))
-    lines = torch.stack(rows, -1)
+    lines = torch.stack(torch.broadcast_tensors(*rows), -1)
     if _one(thirds, 2):
         y = rotated(op, thirds.flatten(2, 3), cos, sin, "bhsd", "half", positions=lines.flatten(1))
         return y.view(thirds.shape).flatten(3)
