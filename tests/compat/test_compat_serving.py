@@ -254,6 +254,15 @@ def test_flashinfer_with_a_cache(is_neox: bool, shape: str, width: int) -> None:
         assert torch.equal(in_place, y)
 
 
+def test_flashinfer_with_a_cache_rotates_overlapping_tokens_out_of_place() -> None:
+    both, cos, sin = cache(D)
+    positions = torch.arange(N, device=DEVICE)
+    q, k = (randn((N + 2 * heads) * D).unfold(0, heads * D, D // 2)[:N] for heads in (HQ, HK))
+    out = flashinfer.apply_rope_with_cos_sin_cache(positions, q, k, D, both)
+    for y, x in zip(out, (q, k), strict=True):
+        assert_rotated(y, rotate(x.reshape(N, -1, D), cos[:N, None], sin[:N, None]).view(N, -1))
+
+
 def test_flashinfer_gradient_with_a_cache() -> None:
     both, cos, sin = cache(D)
     positions = torch.arange(N, device=DEVICE)

@@ -171,7 +171,7 @@ def apply_rope_with_cos_sin_cache(
     op = "apply_rope_with_cos_sin_cache"
     q, k = (heads(op, n, unit_stride(x, n), 1, head_size) for n, x in (("query", query), ("key", key)))
     q, k = rope(q, k, **_cached(positions, cos_sin_cache, is_neox))
-    return q.view(query.shape), k.view(key.shape)
+    return q.reshape(query.shape), k.reshape(key.shape)
 
 
 def apply_rope_with_cos_sin_cache_inplace(
