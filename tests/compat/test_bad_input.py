@@ -395,6 +395,17 @@ def test_offsets_on_another_device_are_named() -> None:
     assert "offsets must be on the device of positions, cpu, got meta; move it with .to('cpu')" in text
 
 
+@pytest.mark.parametrize("name", ["positions", "offsets"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16])
+def test_offsets_do_not_hide_the_dtype_of_positions(name: str, dtype: torch.dtype) -> None:
+    """Their sum may be of a valid dtype, or of a wrong one for which positions would be blamed."""
+    layer = vllm.DeepseekScalingRotaryEmbedding(D, D, 8, 10000, True, 2, torch.float32)
+    arguments = {name: torch.arange(T) for name in ("positions", "offsets")}
+    heads = {"query": rand(T, H, D), "key": rand(T, H, D)}
+    text = check_named(layer, {**arguments, **heads}, **{name: arguments[name].to(dtype)})
+    assert f"{name} must have dtype int32 or int64, got {str(dtype).removeprefix('torch.')}; " in text
+
+
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize(
     "tables_k",

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from ..ops._common import MAX_POSITION, check_count, fail, shown
 from ..ops.rope import rope, rope_, tables
+from ..ops.rope._validate import INTS
+from ..ops.rope._validate import check_tensor as check_kind
 from ._check import WRONG, check_tensor, explain, flag, shape_of, whole
 from ._shared import alike, complex_tables, heads, pairing_of_neox, rotate_as_given, unit_stride
 
@@ -238,8 +240,7 @@ def moved(op: str, positions: Tensor, offsets: Tensor | None) -> Tensor:
     if shape_of(op, "offsets", offsets) != shape:
         fail(op, "offsets", f"have the shape of positions, {tuple(shape)}", tuple(offsets.shape), "pass one a token")
     for name, x in (("positions", positions), ("offsets", offsets)):
-        if x.is_nested or x.layout != torch.strided:
-            explain(op, name, x)
+        check_kind(op, name, x, INTS, None)  # their sum may be of a valid dtype
     if offsets.device != positions.device:
         device = positions.device
         fix = f"move it with .to({str(device)!r})"
