@@ -406,6 +406,23 @@ def test_offsets_do_not_hide_the_dtype_of_positions(name: str, dtype: torch.dtyp
     assert f"{name} must have dtype int32 or int64, got {str(dtype).removeprefix('torch.')}; " in text
 
 
+@pytest.mark.parametrize("tokens", [1, T - 1, T + 1])
+def test_tables_of_more_or_fewer_rows_than_tokens_are_refused(tokens: int) -> None:
+    """Of a longer table the first rows would be taken, wrong for all but the first tokens of a sequence."""
+    x, angles = rand(2, tokens, H, D), rand(T, D // 2)
+    freqs = torch.polar(torch.ones_like(angles), angles)
+    across = x.transpose(1, 2)
+    for function, given in (
+        (transformers.apply_rotary_emb_llama4, {"xq": x, "xk": x, "freqs_cis": freqs[None]}),
+        (transformers.apply_rotary_emb_deepseek_v2, {"xq": across, "xk": across, "freqs_cis": freqs[None]}),
+        (transformers.vision_apply_rotary_emb, {"query": x, "key": x, "freqs_ci": freqs[:, None]}),
+        (flash_attn.apply_rotary_emb_torch, {"x": x, "cos": freqs.real, "sin": freqs.imag}),
+        (flash_attn.apply_rotary_emb_torch, {"x": x[0], "cos": freqs.real, "sin": freqs.imag}),
+        (flash_attn.apply_rotary_emb_torch, {"x": x, "cos": freqs.real[None], "sin": freqs.imag[None]}),
+    ):
+        assert f"must have a row for each of the {tokens} tokens, got (" in check_named(function, given)
+
+
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize(
     "tables_k",

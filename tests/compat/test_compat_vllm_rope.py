@@ -156,7 +156,8 @@ def test_packed_qk_rope(dtype: torch.dtype) -> None:
     for x, message in (
         (randn(N, 2, HQ, D), r"xqkv must have shape \(tokens, 3, heads, head_size\), got \(9, 2, 4, 32\); "),
         (randn(N, HQ, 3, D).transpose(1, 2), r"xqkv must be contiguous, got strides \("),
-        (randn(N + 1, 3, HQ, D), "the table must have a row for each of the positions up to 9, got 9 rows"),
+        (randn(N + 1, 3, HQ, D), r"freqs_cis must have a row for each of the 10 tokens, got \(9, 16\); "),
+        (randn(N - 1, 3, HQ, D), r"freqs_cis must have a row for each of the 8 tokens, got \(9, 16\); "),
     ):
         with pytest.raises(ValueError, match=message):
             packed_qk_rope_(x, freqs)

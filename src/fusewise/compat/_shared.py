@@ -67,15 +67,17 @@ def heads(op: str, name: str, x: Tensor, dims: int, head_size: int) -> Tensor:
         raise
 
 
-def complex_tables(freqs_cis: Tensor, x: Tensor | None = None) -> dict[str, Tensor]:
+def complex_tables(freqs_cis: Tensor, x: Tensor | None = None, tokens_dim: int | None = None) -> dict[str, Tensor]:
     """Split cos θ + i sin θ into cos and sin tables: views, unless the tensor is lazily conjugated. They must have a column
-    for each pair of x, if given, whose whole heads rotate."""
+    for each pair of x, if given, whose whole heads rotate, and a row for each of its tokens, if their dimension is given."""
     check_tensor("rope", "freqs_cis", freqs_cis)
     if not freqs_cis.is_complex():
         kind = dtype_name(freqs_cis.dtype)
         fail("rope", "freqs_cis", "be complex, cos θ + i sin θ", kind, "pass the model's freqs_cis", TypeError)
     if x is not None:
         _check_pairs("freqs_cis", freqs_cis, x)
+        if tokens_dim is not None and x.dim() == 4:
+            check_rows("rope", "freqs_cis", freqs_cis, x.shape[tokens_dim])
     try:
         freqs_cis = freqs_cis.resolve_conj()
         return {"cos": freqs_cis.real, "sin": freqs_cis.imag}
@@ -89,6 +91,14 @@ def _check_pairs(name: str, freqs: Tensor, x: Tensor) -> None:
     pairs, shape = shape_of("rope", "q", x, 1)[-1] // 2, shape_of("rope", name, freqs, 1)
     if shape[-1] != pairs:
         fail("rope", name, f"have D / 2 = {pairs} columns", tuple(shape), "pass an angle for each pair of a head")
+
+
+def check_rows(op: str, name: str, table: Tensor, tokens: int) -> None:
+    """Check that a table has as many rows as there are tokens. `rope` would take the first rows of a longer one."""
+    shape = shape_of(op, name, table, 2)
+    if shape[-2] != tokens:
+        fix = "select the rows of the tokens"
+        fail(op, name, f"have a row for each of the {tokens} tokens", tuple(shape), fix)
 
 
 def pairing(op: str, name: str, interleaved: bool) -> Any:

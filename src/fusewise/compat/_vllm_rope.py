@@ -223,7 +223,7 @@ def packed_qk_rope_(xqkv: Tensor, freqs_cis: Tensor) -> None:
         explain(op, "xqkv", xqkv)
         fail(op, "xqkv", "be contiguous", f"strides {xqkv.stride()}", "rotate q and k by fusewise.rope_ where they lie")
     heads_of_both = xqkv[:, :2].flatten(1, 2)
-    tables_of = complex_tables(freqs_cis, xqkv)
+    tables_of = complex_tables(freqs_cis, xqkv, 0)
     rope_(heads_of_both, cos=tables_of["cos"], sin=tables_of["sin"], layout="thd", pairing="interleaved")
 
 

@@ -26,7 +26,7 @@ from ._flash_attn_mlp import GatedMlp as GatedMlp
 from ._flash_attn_mlp import SwiGLUFunction as SwiGLUFunction
 from ._flash_attn_mlp import swiglu as swiglu
 from ._packed import KV, Parts, Q, alike_in_kind, check_all, rotate_in_place
-from ._shared import alike, pairing, unit_stride
+from ._shared import alike, check_rows, pairing, unit_stride
 
 
 def apply_rotary_emb(
@@ -79,6 +79,7 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
         if len(table) > 2:
             fail(op, "cos", f"have shape (T, P) for x of {len(shape)} dimensions", tuple(table), "flatten x to 4")
         x = x.flatten(0, -4)
+    check_rows(op, "cos", cos, shape[-3])
     rotated: Tensor = rope(x, cos=cos, sin=sin, pairing=order, rotary_dim=2 * table[-1], layout=layout)
     return rotated.view(shape)
 

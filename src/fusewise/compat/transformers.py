@@ -160,12 +160,12 @@ def apply_multimodal_rotary_pos_emb(
 
 def apply_rotary_emb_llama4(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
     """Rotate interleaved pairs (2i, 2i + 1) of xq and xk (B, T, H, D) by complex freqs_cis (1 | B, T, D / 2)."""
-    return rotate_pair(xq, xk, **complex_tables(freqs_cis, xq), layout="bshd", pairing="interleaved")
+    return rotate_pair(xq, xk, **complex_tables(freqs_cis, xq, 1), layout="bshd", pairing="interleaved")
 
 
 def apply_rotary_emb_deepseek_v2(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
     """Rotate interleaved pairs (2i, 2i + 1) of xq and xk (B, H, T, D) by complex freqs_cis (1 | B, T, D / 2)."""
-    return rotate_pair(xq, xk, **complex_tables(freqs_cis, xq), layout="bhsd", pairing="interleaved")
+    return rotate_pair(xq, xk, **complex_tables(freqs_cis, xq, 2), layout="bhsd", pairing="interleaved")
 
 
 def vision_apply_rotary_emb(query: Tensor, key: Tensor, freqs_ci: Tensor) -> Pair:
@@ -173,6 +173,10 @@ def vision_apply_rotary_emb(query: Tensor, key: Tensor, freqs_ci: Tensor) -> Pai
 
     If a cast to a real dtype left only cos θ, both elements of a pair are multiplied by it, as in transformers.
     """
+    tokens, pairs = shape_of("rope", "query", query, 4)[1], shape_of("rope", "freqs_ci", freqs_ci, 1)[-1]
+    if freqs_ci.numel() != tokens * pairs:  # of a longer table, the first rows would be taken
+        fix = "pass the angles of the image's tokens"
+        fail("rope", "freqs_ci", f"have a row for each of the {tokens} tokens", tuple(freqs_ci.shape), fix)
     return rotate_images(query, key, freqs_ci)
 
 
