@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,22 @@ def without_tail(x: Tensor, rank: int) -> Tensor:
     return x.squeeze(-1) if x.dim() > rank else x
 
 
+def _storage_offset(x: Any) -> Any:
+    """Inductor's value of `aten.sym_storage_offset`: an expression, or an int."""
+    value = sys.modules["torch._inductor.virtualized"].V.graph.current_node.meta["val"]
+    return value.node.expr if isinstance(value, torch.SymInt) else int(value)
+
+
+def _lower_storage_offsets() -> None:
+    """Give Inductor, if it is loaded, the lowering of `aten.sym_storage_offset` that it lacks (seen with torch 2.13).
+    Without one it takes 0: a part of a tensor that an operator mutates, at a distance from the start that is a symbol, is
+    written at the start instead."""
+    lowering = sys.modules.get("torch._inductor.lowering")
+    offset = torch.ops.aten.sym_storage_offset.default
+    if lowering is not None and offset not in getattr(lowering, "lowerings", {offset}):
+        lowering.register_lowering(offset)(_storage_offset)
+
+
 def register(
     schema: str,
     function: Callable[..., Any],
@@ -57,9 +74,13 @@ def register(
         finally:
             torch._C._set_grad_enabled(True)
 
+    def traced(*args: Any) -> Any:
+        _lower_storage_offsets()  # Inductor is loaded before it traces the graph that it lowers
+        return fake(*args)
+
     name = _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     _library.impl(name, below_autograd, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fusewise::{name}", fake, lib=_library)
+    torch.library.register_fake(f"fusewise::{name}", traced, lib=_library)
     if recorded is not None:
 
         def at_autograd(keys: Any, *args: Any) -> Any:

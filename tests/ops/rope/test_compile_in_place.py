@@ -105,6 +105,31 @@ def test_compiled_writes_into_parts_of_an_input_with_a_storage_offset(write: str
     torch.testing.assert_close(x, want, rtol=0, atol=0)
 
 
+GROWING = {
+    "heads": lambda x: fusewise.rope_(x[:, :4], x[:, 4:6], **TABLE, layout="bhsd"),
+    "entries": lambda x: fusewise.rope(x[:1] * 1, **TABLE, layout="bhsd", out=x[1:]),
+    "tokens": lambda x: fusewise.rope_(x[:, :, -2:], **TABLE, layout="bhsd"),
+}
+
+
+@pytest.mark.parametrize("write", GROWING)
+def test_compiled_writes_into_parts_at_a_distance_that_grows(write: str) -> None:
+    """Torch 2.13 lowers a storage offset that is not a constant to 0."""
+    f = torch.compile(GROWING[write], fullgraph=True, dynamic=True, backend="inductor")
+    for tokens in (4, 8):
+        x = torch.randn(2, 7, tokens, 16)
+        want = x.clone()
+        GROWING[write](want)
+        # Torch's caches do not know of lowerings.
+        with (
+            torch.no_grad(),
+            torch._inductor.config.patch(fx_graph_cache=False),
+            torch._functorch.config.patch(enable_autograd_cache=False),
+        ):
+            f(x)
+        torch.testing.assert_close(x, want, rtol=0, atol=0)
+
+
 SHARED = {
     "q must not have elements that share memory": lambda x: fusewise.rope_(x[:, :, :1].expand(-1, -1, 3, -1), **TABLE),
     "k must not overlap q": lambda x: fusewise.rope_(x[:, :, :3], x[:, :, 2:], **TABLE),
