@@ -255,6 +255,9 @@ def test_products_without_a_time_are_not_called_memory_bound():
     judged = only(found)
     assert (judged.bound, judged.worth) == ("cannot tell", "cannot tell")
     assert judged.why == "no limit is known: its matmuls were not measured; run `fusewise limits --device cpu`"
+    found = record({"floor-matmul": 10.0, "eager": 30.0})
+    found.rows = [dataclasses.replace(r, flops_min=100 * r.bytes_min) for r in found.rows]
+    assert "add floor-copy to the providers" in only(found).why
     found.environment["device"] = "cuda:0"
     assert only(found).why.endswith("run `fusewise limits`")
 

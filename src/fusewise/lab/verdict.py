@@ -248,7 +248,8 @@ def _worth(
     if minimum is None:
         # without a device it would measure the GPU of a machine that has one
         limits = "`fusewise limits --device cpu`" if record.environment.get("device") == "cpu" else "`fusewise limits`"
-        if analysis.intensity(timed[0]) > analysis.INTENSE:
+        matmuls = any(m.provider == "floor-matmul" and m.rounds for m in record.measurements)
+        if analysis.intensity(timed[0]) > analysis.INTENSE and not matmuls:
             return "cannot tell", None, f"no limit is known: its matmuls were not measured; run {limits}"
         floor = "floor-launch" if timed[0].bytes_min == 0 else "floor-copy"  # nothing to copy where no byte has to move
         return "cannot tell", None, f"no limit is known; add {floor} to the providers, or run {limits}"
