@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from itertools import pairwise
 from statistics import median
 from types import SimpleNamespace
@@ -241,6 +242,9 @@ def test_one_sample_is_held_at_a_time_if_the_launch_queue_takes_no_more(monkeypa
     cuda.holds.clear()
     assert timer.turn(work, samples=8, calls=1) == Turn([7.0] * 8, ANY, held=True)
     assert len(cuda.holds) == 8
+    kept = weakref.ref(work)
+    del work
+    assert kept() is None  # with the tensors of a problem, while other providers prepare the next
 
 
 @pytest.mark.parametrize(
@@ -262,6 +266,21 @@ def test_what_cannot_be_held_follows_the_host_and_is_not_tried_again(monkeypatch
     assert cuda.holds == tries
     assert timer.turn(work, samples=3, calls=1) == Turn([7.0] * 3, ANY, held=False)
     assert cuda.holds == tries
+
+
+def test_what_was_held_before_is_tried_again_in_the_next_turn(monkeypatch, host):
+    cuda = FakeCuda().serve(monkeypatch)
+    timer = CudaTimer(torch.device("cpu"), 4096, lambda: None)
+    timer.pair_us = 0.0
+
+    def step(_):
+        host[0] += 1e-5
+
+    work, found = Work(lambda i: None, step), []
+    for needed in (0, math.inf, 0):  # in the second turn the host is always late
+        cuda.hold_needed = needed
+        found.append(timer.turn(work, samples=3, calls=1).held)
+    assert found == [True, False, True]
 
 
 @pytest.mark.parametrize("calls", [1, 4])

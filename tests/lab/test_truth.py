@@ -43,7 +43,7 @@ def test_eager_forms_agree_with_float64(case, pass_):
     ("change", "words"),
     [
         (lambda y: y * 1.001, "more than twice eager's"),
-        (lambda y: y.clone().index_fill_(0, torch.tensor([1]), math.nan), "more than twice eager's"),
+        (lambda y: y.clone().index_fill_(0, torch.tensor([1]), math.nan), "NaN where float64's result is not, in "),
         (lambda y: y[..., :2], "outputs have shapes"),
     ],
 )
@@ -196,6 +196,14 @@ def test_errors_are_relative_and_never_hidden():
     for place in range(3):  # a wrong infinity, or a finite value where the truth is infinite
         assert truth.errors([odd.float().index_fill(0, torch.tensor(place), 7.0)], [odd]) == Errors(math.inf, math.inf)
     assert truth.errors([-odd.float()], [odd]) == Errors(math.inf, math.inf)
+    for strange, words in (
+        ([math.inf, 1.0, -math.inf, 4.0], "finite where float64's result is not, in 1 of 4"),
+        ([math.inf, math.nan, math.nan, math.nan], "NaN where float64's result is not, in 2 of 4"),
+        ([math.inf, math.nan, -math.inf, math.inf], "infinite where float64's result is not, in 1 of 4"),
+        ([math.inf, math.nan, 3.0, 4.0], "finite where float64's result is not, in 1 of 4"),
+        ([-math.inf, math.nan, -math.inf, 4.0], "infinities have another sign"),
+    ):
+        assert words in truth.errors([torch.tensor(strange)], [odd]).unlike
     zero = torch.zeros(2, dtype=torch.float64)
     assert truth.errors([torch.tensor([0.0, 0.5])], [zero]).max == 0.5
 
@@ -323,7 +331,11 @@ def test_one_wrong_row_of_a_large_problem_is_told(row, monkeypatch):
     assert len(truth.pieces(p)) == 8
     assert truth.check(p, call(lambda y: y)).reason == ""
     assert "more than twice eager's" in truth.check(p, call(lambda y: y * 1.001)).reason
-    assert truth.check(p, call(lambda y: y * math.nan)).errors == Errors(math.inf, math.inf)
+    strange = truth.check(p, call(lambda y: y * math.nan))
+    assert strange.errors == Errors(math.inf, math.inf)
+    assert strange.reason.startswith("NaN where float64's result is not, in ")
+    told = truth.check(p, Run(lambda x: x * math.nan, arithmetic="it has no infinities"))
+    assert told.reason.endswith("elements looked at; it has no infinities")
     narrow = truth.check(p, Run(lambda x: x[:, 1:]))
     assert "outputs have shapes" in narrow.reason and 0 < narrow.eager.max < 1e-6
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,12 +21,14 @@ NOTHING = 2**-40
 @dataclass(frozen=True)
 class Errors:
     """Max and RMS error, each relative to the same norm of the truth; inf where finiteness differs from the truth's or
-    non-finite values differ. For integers and bools, how many differ (`others`) out of how many (`whole`)."""
+    non-finite values differ, and `unlike` says how. For integers and bools, how many differ (`others`) out of how many
+    (`whole`)."""
 
     max: float
     rms: float
     others: int = 0
     whole: int = 0
+    unlike: str = field(default="", compare=False)
 
     @property
     def worst(self) -> float:
@@ -41,14 +43,14 @@ class Deviation:
         # per tensor: max |error|, max |truth|, sum of squared errors, sum of squared truths, element count
         self.norms: dict[int, list[float]] = {}
         self.others = self.whole = 0  # integers and bools
-        self.wrong = False  # finiteness, or a non-finite value, differs from the truth's
+        self.unlike = ""  # how finiteness, or a non-finite value, differs from the truth's
 
     def add(self, number: int, result: Tensor, truth: Tensor) -> None:
         """Compare a tensor, or some of its rows, with the truth."""
-        if truth.numel() == 0 or self.wrong:
+        if truth.numel() == 0 or self.unlike:
             return
         if result.is_complex() != truth.is_complex():
-            self.wrong = True
+            self.unlike = f"a result is {'real' if truth.is_complex() else 'complex'}"
             return
         if not differentiable(truth):
             self.others += int((result != truth).sum())
@@ -64,7 +66,7 @@ class Deviation:
                 alike = equal(found.where(~finite, 0.0), true.where(~finite, 0.0))
                 peaks = _peaks((found - true).where(finite, 0.0), true.where(finite, 0.0))
                 if not alike or not all(map(math.isfinite, peaks)):
-                    self.wrong = True
+                    self.unlike = _unlike(found, true)
                     return
             norms[:2] = max(norms[0], peaks[0]), max(norms[1], peaks[1])
             norms[2:4] = norms[2] + peaks[2] ** 2, norms[3] + peaks[3] ** 2
@@ -73,8 +75,8 @@ class Deviation:
     def errors(self) -> Errors:
         """The worst over all tensors. A tensor that is zero up to float64 rounding, such as the gradient of a bias
         before a normalization, is scaled by the largest value over all tensors instead of its own."""
-        if self.wrong:
-            return Errors(math.inf, math.inf)
+        if self.unlike:
+            return Errors(math.inf, math.inf, unlike=self.unlike)
         worst_max = worst_rms = 0.0
         scale = max((true for _, true, *_ in self.norms.values()), default=0.0)
         for largest, largest_true, squares, squares_true, count in self.norms.values():
@@ -92,6 +94,17 @@ def errors(results: Sequence[Tensor], truths: Sequence[Tensor]) -> Errors:
     for number, pair in enumerate(zip(results, truths, strict=True)):
         deviation.add(number, *pair)
     return deviation.errors()
+
+
+def _unlike(found: Tensor, true: Tensor) -> str:
+    """Why the error of the elements looked at is not finite."""
+    kinds = (("NaN", Tensor.isnan), ("infinite", Tensor.isinf), ("finite", Tensor.isfinite))
+    for name, has in kinds:
+        if more := int((has(found) & ~has(true)).sum()):
+            return f"{name} where float64's result is not, in {more} of {found.numel()} elements looked at"
+    if bool((found.isinf() & (found != true)).any()):
+        return "infinities have another sign than in float64"
+    return "the error overflows float64"
 
 
 def _peaks(difference: Tensor, true: Tensor) -> list[float]:

@@ -237,6 +237,8 @@ class Study:
         for seat in seats:  # retry alone what did not fit next to the others' reference results
             if replies[seat.name].get("crowded"):
                 replies[seat.name] = self.seats.prepare(seat, task)
+            if replies[seat.name].get("crowded") and len(seats) > 1:
+                replies[seat.name]["reason"] += "; a study's providers share the memory: name fewer with --providers"
         return replies
 
     def _rounds(

@@ -15,6 +15,7 @@ import mmap
 import re
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -162,9 +163,10 @@ class CudaTimer:
         self.device = device
         self.flush = torch.zeros(flush_bytes // 4, device=device) if flush_bytes else None
         self.clocks = clocks
-        self.queued: Work | None = None  # the work last timed
+        self.queued: Callable[[], Work | None] = lambda: None  # the work last timed, not kept alive with its tensors
         self.queue_s = math.inf  # host seconds to queue one sample of it
         self.fit = 0  # samples of it that can be queued behind one hold, as far as known
+        self.was_held = False  # any of it
 
     def once(self, work: Work) -> float:
         state = work.begin(0)
@@ -220,12 +222,16 @@ class CudaTimer:
     def _elapsed(self, work: Work, samples: int, calls: int, result: Turn) -> list[float]:
         """Microseconds of each of `samples`, many at a time behind a hold or, if those do not fit into the launch
         queue, one. If not even one does, they follow the host without a hold, and the result says so."""
-        if self.queued is not work:
-            self.queued, self.queue_s, self.fit = work, math.inf, max(1, CALLS_PER_HOLD // calls)
+        if self.queued() is not work:
+            self.queued, self.queue_s, self.fit = weakref.ref(work), math.inf, max(1, CALLS_PER_HOLD // calls)
+            self.was_held = False
+        elif self.was_held:
+            self.fit = max(1, self.fit)  # the host may have been late only then
         found: list[float] = []
         while len(found) < samples:
             count = min(max(1, self.fit), samples - len(found))
             held, elapsed = self._hold(work, count, calls, result)
+            self.was_held |= held
             if held or not self.fit:
                 result.held = result.held and held
                 found += elapsed

@@ -290,6 +290,12 @@ def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:
             + (f", which count as {LOOSEST} at most: {ANOTHER}" if eager.others > LOOSEST * eager.whole else "")
             + "; among equal values, as in a sort, an index may differ"
         )
+    elif measured.unlike:
+        reason = (
+            measured.unlike
+            + (f"; {ANOTHER}" if math.isinf(eager.max) else "")
+            + (f"; {run.arithmetic}" if run.arithmetic else "")
+        )
     elif not within(measured, yardstick, problem.dtype):
         reason = (
             f"error {measured.max:.3g} (rms {measured.rms:.3g}) is more than twice eager's {eager.max:.3g} "

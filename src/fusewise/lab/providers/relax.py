@@ -15,6 +15,9 @@ from ..problem import Exportable, Problem
 from ..reason import reason
 
 INSTALL = "pip install 'fusewise[lab]'"
+FAST_MATH = (
+    "TVM compiles CUDA with --use_fast_math, where powf of a negative number is NaN and tanh is an approximation"
+)
 
 
 class Tvm(Provider):
@@ -51,7 +54,8 @@ class Tvm(Provider):
             several = results if not hasattr(results, "__dlpack__") else [results]
             return program.leave(tuple(torch.utils.dlpack.from_dlpack(y) for y in several))
 
-        return Run(main, enter, leave, backward=False, torch_memory=False)
+        arithmetic = FAST_MATH if problem.device.type == "cuda" else ""
+        return Run(main, enter, leave, backward=False, torch_memory=False, arithmetic=arithmetic)
 
     def stages(self, problem: Problem, target: str) -> Sequence[Stage]:
         from ..code import relax
