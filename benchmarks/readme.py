@@ -79,6 +79,19 @@ KEPT = {
     "torch.compile": "torch.compile",
     "eager": "eager",
 }
+EVERY = {
+    "fusewise-cuda": "fusewise",
+    "fusewise-cuda-recompute": "recomputing",
+    "fusewise-gluon": "in Gluon",
+    "fusewise-triton": "in Triton",
+    "torch.compile": "torch.compile",
+    "torch.compile-max-autotune": "max-autotune",
+    "jax": "JAX",
+    "liger": "Liger",
+    "unsloth": "unsloth",
+    "torchscript": "TorchScript",
+    "eager": "eager",
+}
 MLP_SHOWN = ("mlp-n16384-d1024", "mlp-n16384-d2048")
 GATED_SHOWN = (
     "memory-n16384-d1024", "memory-n16384-d2048", "memory-n16384-d4096", "memory-n16384-d8192", "memory-n32768-d8192",
@@ -339,17 +352,38 @@ def by_products(found: Groups, cases: Sequence[str], names: Mapping[str, str]) -
     rows = []
     for (case, dtype, pass_), group in sorted(shown.items(), key=lambda item: (cases.index(item[0][0]), *item[0][1:])):
         floor = time(group, "floor-matmul")
-        cells = [
-            f"{time(group, p) / floor:.2f} · {group[p]['peak_bytes'] / 2**30:.2f}" if p in group else "–"
-            for p in present
-        ]
+        cells = []
+        for p in present:
+            peak = group[p]["peak_bytes"] if p in group else None  # unknown where torch does not allocate
+            memory = "" if peak is None else f" · {peak / 2**30:.2f}"
+            cells.append(f"{time(group, p) / floor:.2f}{memory}" if p in group else "–")
         rows.append([f"{case}, {dtype} {pass_}", f"{floor / 1000:.2f}", *cells])
     return markdown(["× the matmul · GiB", "matmul ms", *(names[p] for p in present)], rows)
 
 
-def kept(found: Groups) -> Groups:
-    """The forward comparisons in which a forward of training took part."""
-    return {key: group for key, group in found.items() if "fusewise-cuda-training" in group}
+def among(found: Groups, provider: str) -> Groups:
+    """The comparisons in which `provider` took part."""
+    return {key: group for key, group in found.items() if provider in group}
+
+
+def gelu() -> str:
+    """GELU by every compiler on an H100, for one size bound by launching and those that leave the caches; and what was not
+    right."""
+    shown = {"eager": "eager", "aten-gelu": "PyTorch's gelu", "torchscript": "TorchScript", "torch.compile": "torch.compile",
+             "thunder": "Thunder", "thunder-torchcompile": "Thunder, torch.compile", "jax": "JAX", "tvm": "TVM"}  # fmt: skip
+    every = {(r["case"], r["pass"], r["provider"]): r for r in rows_of("h100") if r["op"] == "gelu"}
+    lines = []
+    for case in ("gelu-256", "gelu-2048", "gelu-4096", "gelu-16384"):
+        for pass_ in ("fwd", "bwd"):
+            copy = every[case, pass_, "floor-copy"]
+            cells = []
+            for provider in shown:
+                row = every[case, pass_, provider]
+                cells.append(
+                    f"{row['device_us']:,.1f}" if row["status"] == "ok" else row["status"].replace("missing", "–")
+                )
+            lines.append([f"{case} {pass_}", f"{copy['bytes_min'] / 2**20:,.1f}", f"{copy['device_us']:,.1f}", *cells])
+    return markdown(["µs", "MiB", "copy", *shown.values()], lines)
 
 
 def gated_widths(found: Groups) -> str:
@@ -547,7 +581,9 @@ def parts() -> dict[str, str]:
         "h200-sweep": sweep(gpu),
         "h200-cached": cached(groups("h200", "rope_and_cache")),
         "h200-gated": by_products(groups("h200", "geglu"), GATED_SHOWN, TRAINED),
-        "h100-kept": by_products(kept(groups("h100", "geglu")), GATED_SHOWN, KEPT),
+        "h100-kept": by_products(among(groups("h100", "geglu"), "fusewise-cuda-training"), GATED_SHOWN, KEPT),
+        "h100-gated": by_products(among(groups("h100", "geglu"), "torch.compile-max-autotune"), GATED_SHOWN, EVERY),
+        "h100-gelu": gelu(),
         "h200-gated-widths": gated_widths(groups("h200", "geglu")),
         "h200-mlp": by_products(groups("h200", "gated_mlp"), MLP_SHOWN, MLP),
         "h200-gated-decode": gated_decode(groups("h200", "geglu")),
