@@ -174,6 +174,9 @@ SIGNATURES = {
             f"{LAYER}, scaling_factor, dtype, *, beta_fast=32, beta_slow=1, mscale=1, mscale_all_dim=0, init_cache=True"
         ),
         **dict.fromkeys((f"DeepseekScalingRotaryEmbedding.forward{end}" for end in ("", "_native", "_cuda")), ROTATED),
+        "DeepseekScalingRotaryEmbedding.forward_static": (
+            "positions, query, key, head_size, rotary_dim, cos_sin_cache, is_neox_style, offsets=None"
+        ),
         "DeepseekV4ScalingRotaryEmbedding": "*args, **options",
         **dict.fromkeys(
             (f"DeepseekV4ScalingRotaryEmbedding.forward{end}" for end in ("", "_native", "_cuda")),

@@ -220,6 +220,10 @@ def test_deepseek_heads_are_slices_and_positions_may_move() -> None:
     before, positions, offsets = q.clone(), torch.arange(N, device=DEVICE), torch.arange(N, device=DEVICE) % 3
     cos, sin = layer.cos_sin_cache[positions + offsets][:, None].chunk(2, -1)
     expected = rotate(q[..., 24:], cos, sin, interleaved=True), rotate(k[:, None], cos, sin, interleaved=True)
+    static = layer.forward_static(positions, q[..., 24:], k[:, None], D, D, layer.cos_sin_cache, False, offsets)
+    for x, exact in zip(static, expected, strict=True):
+        assert_rotated(x, exact)
+    assert torch.equal(q, before)
     for x, exact in zip(layer(positions, q[..., 24:], k[:, None], offsets), expected, strict=True):
         assert_rotated(x, exact)
     assert torch.equal(q[..., :24], before[..., :24])

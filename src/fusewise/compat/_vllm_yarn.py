@@ -113,6 +113,23 @@ class DeepseekScalingRotaryEmbedding(RotaryEmbedding):
         """`forward` out of place, with torch operations; differentiable."""
         return super().forward_native(moved(type(self).__name__, positions, offsets), query, key)
 
+    @staticmethod
+    def forward_static(
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor | None,
+        head_size: int,
+        rotary_dim: int,
+        cos_sin_cache: Tensor,
+        is_neox_style: bool,
+        offsets: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`forward_native` without a layer. The width of cos_sin_cache is used, rotary_dim is ignored."""
+        positions = moved("DeepseekScalingRotaryEmbedding", positions, offsets)
+        return RotaryEmbedding.forward_static(
+            positions, query, key, head_size, rotary_dim, cos_sin_cache, is_neox_style
+        )
+
 
 class DeepseekV4ScalingRotaryEmbedding(DeepseekScalingRotaryEmbedding):
     """`DeepseekScalingRotaryEmbedding` for the last rotary_dim features of each head; the table is float32 for any dtype.
