@@ -40,6 +40,9 @@ CALLS: dict[str, Any] = {
     "deepseek_v4": lambda t: transformers.apply_rotary_pos_emb_deepseek_v4(
         t["q"], t["half_cos"][..., :4], t["half_sin"][..., :4]
     ),
+    "gemma4_vision": lambda t: transformers.apply_multidimensional_rope(
+        t["x"], t["cos"], t["sin"], t["half_cos"][..., :2]
+    ),
     "rows": lambda t: transformers.apply_rotary_pos_emb(t["q"], t["k"], t["cos"][0], t["sin"][0], t["positions"][None]),
     "llama4_vision": lambda t: transformers.vision_apply_rotary_emb(
         t["x"], t["x"], torch.complex(t["half_cos"], t["half_sin"])[0, :, None]

@@ -277,6 +277,7 @@ SIGNATURES = {
         "apply_rotary_emb_llama4": "xq, xk, freqs_cis",
         "apply_rotary_emb_deepseek_v2": "xq, xk, freqs_cis",
         "vision_apply_rotary_emb": "query, key, freqs_ci",
+        "apply_multidimensional_rope": "x, cos, sin, position_ids, unsqueeze_dim=2",
         **dict.fromkeys(("GemmaMLP", "Gemma2MLP", "LlamaMLP", "Phi3MLP"), "config"),
         "DeepseekV3MLP": "config, intermediate_size=None",
         "LlamaMLP.forward": "self, x",

@@ -170,6 +170,32 @@ def test_complex_tables_for_images(function: Any, shape: tuple[int, ...]) -> Non
         assert_rotated(y, rotate(x, cos[:, None], sin[:, None], interleaved=True))
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("batch", [1, B])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_parts_of_a_head(layout: str, batch: int, parts: int) -> None:
+    q, _ = pair(layout)
+    q.requires_grad_()
+    tables = [table(D // parts, batch) for _ in range(parts)]
+    cos, sin = (torch.cat(twice(*each), -1) for each in zip(*tables, strict=True))
+    dim, position_ids = 1 if layout == "bhsd" else 2, torch.zeros(B, T, parts)
+
+    def statement(x: Tensor) -> Tensor:
+        each = zip(x.chunk(parts, -1), tables, strict=True)
+        return torch.cat([rotate(part, c.unsqueeze(dim), s.unsqueeze(dim)) for part, (c, s) in each], -1)
+
+    y = compat.apply_multidimensional_rope(q, cos, sin, position_ids, dim)
+    assert_rotated(y, statement(q))
+    assert y.shape == q.shape and y.dtype == q.dtype
+    assert_gradient(y, q, statement)
+
+
+def test_parts_of_heads_without_elements() -> None:
+    for batch, tokens, heads in ((0, T, HQ), (B, 0, HQ), (B, T, 0)):
+        q, both, position_ids = randn(batch, tokens, heads, D), randn(batch, tokens, D), randn(batch, tokens, 2)
+        assert compat.apply_multidimensional_rope(q, both, both, position_ids).shape == q.shape
+
+
 def test_tables_that_were_not_made_together() -> None:
     q, k = pair("bhsd")
     cos, sin = (torch.cat((x, x), -1) for x in table(D))
@@ -185,6 +211,8 @@ def test_one_launch_and_nothing_else() -> None:
         assert launches(getattr(compat, name), q, k, *form(cos, sin)) == {"fusewise::rope_qk": 1}
     assert launches(compat.apply_rotary_pos_emb_single, q, *both) == {"fusewise::rope": 1}
     assert launches(compat.apply_rotary_pos_emb_deepseek_v4, q, cos[..., :4], sin[..., :4]) == {"fusewise::rope": 1}
+    x, position_ids = q.transpose(1, 2), torch.zeros(B, T, 2)
+    assert launches(compat.apply_multidimensional_rope, x, *both, position_ids) == {"fusewise::rope": 1}
     assert launches(liger.liger_rotary_pos_emb, q, k, *both) == {"fusewise::rope_qk": 1}
     complex_parts = launches(compat.apply_rotary_emb_deepseek_v2, q, k, freqs)
     assert {name for name in complex_parts if name not in ("aten::real", "aten::imag")} == {"fusewise::rope_qk"}
@@ -205,6 +233,7 @@ def test_compiles_to_one_graph(grad: bool) -> None:
         three = [t.expand(3, B, T, D).contiguous() for t in twice(cos, sin)]
         results.append(compat.apply_multimodal_rotary_pos_emb(q, k, *three, [2, 2, 4]))
         results.append(compat.apply_rotary_emb_deepseek_v2(q, k, torch.complex(cos, sin)))
+        results.append((compat.apply_multidimensional_rope(q, *twice(cos, sin), three[0][..., :2], 1),))
         return tuple(y for both in results for y in both)
 
     q, k = (x.requires_grad_(grad) for x in pair())
@@ -239,6 +268,16 @@ def test_compiles_to_one_graph(grad: bool) -> None:
         ),
         (lambda q, k, c, s: compat.apply_rotary_pos_emb(q, k, c, s[:1]), ValueError, "sin must have the shape of cos"),
         (lambda q, k, c, s: compat.apply_rotary_pos_emb(q, k.half(), c, s), TypeError, "k must have the dtype of q"),
+        (
+            lambda q, k, c, s: compat.apply_multidimensional_rope(q, c, s, torch.zeros(B, T, 3), 1),
+            ValueError,
+            "position_ids must have a number of axes that divides D / 2 = 8",
+        ),
+        (
+            lambda q, k, c, s: compat.apply_multidimensional_rope(q, c, s, torch.zeros(B, T, 2)),
+            ValueError,
+            "cos must have shape (1 | B, T, D)",
+        ),
         (
             lambda q, k, c, s: compat.apply_multimodal_rotary_pos_emb(q, k, c, s, [8]),
             ValueError,
@@ -309,6 +348,16 @@ def test_is_what_the_model_of_transformers_computes(ours: str, model: str, form:
     actual = getattr(compat, ours)(*xs, *tables)
     for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (actual, expected)), strict=True):
         assert_rotated(a, b.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_is_what_gemma4_computes(dtype: torch.dtype) -> None:
+    module = pytest.importorskip("transformers.models.gemma4.modeling_gemma4")
+    q, _ = (x.cpu() for x in pair("bshd", dtype))
+    cos, sin = (torch.cat(both, -1) for both in zip(*(twice(*table(D // 2)) for _ in range(2)), strict=True))
+    arguments = cos.cpu(), sin.cpu(), torch.zeros(B, T, 2)
+    expected = module.apply_multidimensional_rope(q.float(), *arguments)
+    assert_rotated(compat.apply_multidimensional_rope(q, *arguments), expected.double())
 
 
 @pytest.mark.parametrize("function", [compat.vision_apply_rotary_emb, liger.liger_llama4_vision_rotary_pos_emb])

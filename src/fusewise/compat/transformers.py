@@ -22,6 +22,7 @@ Shape legend: B batch, T tokens, H heads (q and k may differ), D head_dim, W tab
     apply_multimodal_rotary_pos_emb     qwen2_vl and qwen2_5_vl of transformers 4
     apply_rotary_emb_llama4, apply_rotary_emb_deepseek_v2    complex tables
     vision_apply_rotary_emb             the vision tower of llama4: complex tables shared by all images
+    apply_multidimensional_rope         the vision tower of gemma4: each part of a head by its own table
 
 The MLPs have the five forms below, each named after its best-known model. Parameters keep their names, so checkpoints
 load. The MLP runs as one operation, `gated_mlp`; a projection that is no longer a plain `nn.Linear` is called as a module,
@@ -43,7 +44,7 @@ from torch import Tensor, nn
 from ..ops._common import fail, shown
 from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear.projections import mlp, stacked_mlp
-from ._check import check_tensor, flag, setting, shape_of, whole, width
+from ._check import check_shape, check_tensor, explain, flag, setting, shape_of, whole, width
 from ._shared import (
     activation_module,
     alike,
@@ -178,6 +179,38 @@ def vision_apply_rotary_emb(query: Tensor, key: Tensor, freqs_ci: Tensor) -> Pai
         fix = "pass the angles of the image's tokens"
         fail("rope", "freqs_ci", f"have a row for each of the {tokens} tokens", tuple(freqs_ci.shape), fix)
     return rotate_images(query, key, freqs_ci)
+
+
+def apply_multidimensional_rope(
+    x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, unsqueeze_dim: int = 2
+) -> Tensor:
+    """Rotate each of the N equal parts of every head by its own table, pairs (i, i + D / 2N); Gemma 4's vision tower.
+
+    One launch: the parts of a head are the tokens of `rope`, and the tokens its batch. x is copied where (B, T) of it cannot be
+    flattened, and the tables are where x has a batch and they have not.
+
+    Args:
+        x: (B, T, H, D); (B, H, T, D) with unsqueeze_dim=1.
+        cos, sin: (1 | B, T, D), for each part its `cat(f, f)`.
+        position_ids: (…, N), of which only N is used, as in transformers.
+    """
+    op = "apply_multidimensional_rope"
+    sizes = check_shape(op, "x", x, "(B, T, H, D)", (None,) * 4, "pass the heads of the model")
+    heads_first = _layout(4, 3, unsqueeze_dim) == "bhsd"
+    batch, tokens, width = sizes[0], sizes[2 if heads_first else 1], sizes[3]
+    explain(op, "position_ids", position_ids, 1)
+    parts = position_ids.shape[-1]
+    if not parts or width % (2 * parts):
+        contract = f"have a number of axes that divides D / 2 = {width // 2} in its last dimension"
+        fail(op, "position_ids", contract, tuple(position_ids.shape), "pass the model's position_ids")
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_shape(op, name, table, "(1 | B, T, D)", ((1, batch), tokens, width), "pass the tables of the tokens of x")
+    each = (parts, width // parts)
+    cos, sin = (t.expand(batch, -1, -1).flatten(0, 1).unflatten(1, each) for t in alike(op, cos, sin))
+    q = x.transpose(1, 2) if heads_first else x
+    q, _ = rotate_pair(q.flatten(0, 1).unflatten(2, each), None, cos=cos, sin=sin, layout="bhsd")
+    y: Tensor = q.flatten(2).unflatten(0, (batch, tokens))
+    return y.transpose(1, 2) if heads_first else y
 
 
 def _layout(dims: int, table_dims: int, unsqueeze_dim: int) -> str:
