@@ -197,10 +197,22 @@ def test_parts_of_heads_without_elements() -> None:
 
 
 def test_tables_that_were_not_made_together() -> None:
+    """cos and sin may differ in strides."""
     q, k = pair("bhsd")
-    cos, sin = (torch.cat((x, x), -1) for x in table(D))
-    y = compat.apply_rotary_pos_emb(q, k, cos, sin.mT.contiguous().mT)
-    assert torch.equal(y[0], compat.apply_rotary_pos_emb(q, k, cos, sin)[0])
+    x, both = q.transpose(1, 2), [torch.cat((t, t), -1) for t in table(D)]
+    three, one = [t.expand(3, B, T, D).contiguous() for t in both], [t[0] for t in both]
+    calls: list[tuple[Any, list[Tensor]]] = [
+        (lambda *t: compat.apply_rotary_pos_emb(q, k, *t)[0], both),
+        (lambda *t: compat.apply_multimodal_rotary_pos_emb(q, k, *t, [2, 2, 4])[0], three),
+        (lambda *t: compat.apply_multidimensional_rope(x, *t, x[..., :2]), both),
+        (lambda *t: liger.liger_rotary_pos_emb(q, k, *t)[0], both),
+        (lambda *t: liger.liger_multimodal_rotary_pos_emb(q, k, *t, [2, 2, 4])[0], three),
+        (lambda *t: liger.liger_rotary_pos_emb_vision(x[0], x[0], *t)[0], one),
+    ]
+    for call, (cos, sin) in calls:
+        cos_T, sin_T = (t.mT.contiguous().mT for t in (cos, sin))
+        assert torch.equal(call(cos, sin_T), call(cos, sin))
+        assert torch.equal(call(cos_T, sin), call(cos, sin))
 
 
 def test_one_launch_and_nothing_else() -> None:

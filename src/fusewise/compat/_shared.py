@@ -177,7 +177,7 @@ def rotate_multimodal(
     shape = shape_of("rope", "cos", cos)
     if len(shape) != 4 or shape[0] != 3:
         fail("rope", "cos", "have shape (3, B, T, 2P)", tuple(shape), "pass the tables of the three axes")
-    cos, sin = cut("rope", cos, sin, lambda x: x.flatten(0, 2))
+    cos, sin = alike("rope", *cut("rope", cos, sin, lambda x: x.flatten(0, 2)))
     try:
         sections = tuple(sections)
     except WRONG:

@@ -41,7 +41,7 @@ from ._liger_mlp import LigerSwiGLUMLP as LigerSwiGLUMLP
 from ._liger_mlp import LigerSwiGLUMLPForMuseGlimmer as LigerSwiGLUMLPForMuseGlimmer
 from ._liger_mlp import LigerTiledGEGLUMLP as LigerTiledGEGLUMLP
 from ._liger_mlp import LigerTiledSwiGLUMLP as LigerTiledSwiGLUMLP
-from ._shared import complex_tables, cut, rotate_images, rotate_multimodal, rotate_pair
+from ._shared import alike, complex_tables, cut, rotate_images, rotate_multimodal, rotate_pair
 
 
 def liger_rotary_pos_emb(
@@ -76,6 +76,7 @@ def liger_rotary_pos_emb(
         if pairs > columns:
             fail(op, "cos", f"have a column for each of {pairs} pairs", tuple(shape), "check rotary_dim")
         cos, sin = cut(op, cos, sin, lambda x: x.narrow(-1, 0, pairs))
+    cos, sin = alike(op, cos, sin)
     return rotate_pair(q, k, cos=cos, sin=sin, layout="bhsd", rotary_dim=rotary_dim)
 
 
@@ -112,6 +113,7 @@ def liger_rotary_pos_emb_gpt_oss(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor)
 def liger_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
     """Rotate q and k (T, H, D) by tables (T, D), `cat(f, f)`; in float32, rounded once."""
     columns = shape_of("liger_rotary_pos_emb", "cos", cos, 2)[-1]
+    cos, sin = alike("liger_rotary_pos_emb", cos, sin)
     return rotate_pair(q, k, cos=cos, sin=sin, layout="thd", rotary_dim=columns)
 
 
