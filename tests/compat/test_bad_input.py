@@ -191,6 +191,7 @@ CALLS: list[tuple[Any, dict[str, Any]]] = [
         (f, {**PAIR, **TWICE, "unsqueeze_dim": 1})
         for f in (transformers.apply_rotary_pos_emb, transformers.apply_rotary_pos_emb_glm)
     ],
+    (transformers.apply_rotary_pos_emb_dinov3, {**PAIR, "cos": TWICE["cos"][0, 1:], "sin": TWICE["sin"][0, 1:]}),
     (transformers.apply_multidimensional_rope, {"x": X, **TWICE, "position_ids": rand(B, T, 2), "unsqueeze_dim": 2}),
     (transformers.apply_rotary_pos_emb_deepseek_v4, {"x": XH, "cos": HALF["cos"][None], "sin": HALF["sin"][None]}),
     (transformers.apply_rotary_pos_emb_vision, {"q": TOKENS, "k": TOKENS, **{n: x[0] for n, x in TWICE.items()}}),

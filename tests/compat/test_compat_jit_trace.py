@@ -43,6 +43,7 @@ CALLS: dict[str, Any] = {
     "gemma4_vision": lambda t: transformers.apply_multidimensional_rope(
         t["x"], t["cos"], t["sin"], t["half_cos"][..., :2]
     ),
+    "dinov3": lambda t: transformers.apply_rotary_pos_emb_dinov3(t["q"], t["k"], t["cos"][0, 2:], t["sin"][0, 2:]),
     "rows": lambda t: transformers.apply_rotary_pos_emb(t["q"], t["k"], t["cos"][0], t["sin"][0], t["positions"][None]),
     "llama4_vision": lambda t: transformers.vision_apply_rotary_emb(
         t["x"], t["x"], torch.complex(t["half_cos"], t["half_sin"])[0, :, None]

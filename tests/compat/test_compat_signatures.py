@@ -273,6 +273,7 @@ SIGNATURES = {
         "apply_rotary_pos_emb_gptj": "tensor, sin, cos",
         "apply_rotary_pos_emb_nanochat": HF,
         "apply_rotary_pos_emb_vision": "q, k, cos, sin",
+        "apply_rotary_pos_emb_dinov3": "q, k, cos, sin, **kwargs",
         "apply_multimodal_rotary_pos_emb": "q, k, cos, sin, mrope_section, unsqueeze_dim=1",
         "apply_rotary_emb_llama4": "xq, xk, freqs_cis",
         "apply_rotary_emb_deepseek_v2": "xq, xk, freqs_cis",

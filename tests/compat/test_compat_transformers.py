@@ -196,6 +196,23 @@ def test_parts_of_heads_without_elements() -> None:
         assert compat.apply_multidimensional_rope(q, both, both, position_ids).shape == q.shape
 
 
+@pytest.mark.parametrize("first", [0, 2, T])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_tokens_do_not_rotate(first: int, dtype: torch.dtype) -> None:
+    q, k = pair(dtype=dtype)
+    q.requires_grad_()
+    cos, sin = (x[0, first:] for x in table(D))
+
+    def statement(x: Tensor) -> Tensor:
+        return torch.cat((x[:, :, :first].double(), rotate(x[:, :, first:], cos, sin)), 2)
+
+    q_out, k_out = compat.apply_rotary_pos_emb_dinov3(q, k, *twice(cos, sin))
+    assert_rotated(q_out, statement(q))
+    assert_rotated(k_out, statement(k))
+    assert torch.equal(q_out[:, :, :first], q[:, :, :first])
+    assert_gradient(q_out, q, statement)
+
+
 def test_tables_that_were_not_made_together() -> None:
     """cos and sin may differ in strides."""
     q, k = pair("bhsd")
@@ -223,6 +240,9 @@ def test_one_launch_and_nothing_else() -> None:
         assert launches(getattr(compat, name), q, k, *form(cos, sin)) == {"fusewise::rope_qk": 1}
     assert launches(compat.apply_rotary_pos_emb_single, q, *both) == {"fusewise::rope": 1}
     assert launches(compat.apply_rotary_pos_emb_deepseek_v4, q, cos[..., :4], sin[..., :4]) == {"fusewise::rope": 1}
+    patches = launches(compat.apply_rotary_pos_emb_dinov3, q, k, *(x[0, 2:] for x in both))
+    assert patches["fusewise::rope_qk"] == 1
+    assert patches.keys() <= {"fusewise::rope_qk", "aten::constant_pad_nd", "aten::fill_", "aten::copy_"}
     x, position_ids = q.transpose(1, 2), torch.zeros(B, T, 2)
     assert launches(compat.apply_multidimensional_rope, x, *both, position_ids) == {"fusewise::rope": 1}
     assert launches(liger.liger_rotary_pos_emb, q, k, *both) == {"fusewise::rope_qk": 1}
@@ -245,6 +265,7 @@ def test_compiles_to_one_graph(grad: bool) -> None:
         three = [t.expand(3, B, T, D).contiguous() for t in twice(cos, sin)]
         results.append(compat.apply_multimodal_rotary_pos_emb(q, k, *three, [2, 2, 4]))
         results.append(compat.apply_rotary_emb_deepseek_v2(q, k, torch.complex(cos, sin)))
+        results.append(compat.apply_rotary_pos_emb_dinov3(q, k, *(x[0, 2:] for x in twice(cos, sin))))
         results.append((compat.apply_multidimensional_rope(q, *twice(cos, sin), three[0][..., :2], 1),))
         return tuple(y for both in results for y in both)
 
@@ -280,6 +301,11 @@ def test_compiles_to_one_graph(grad: bool) -> None:
         ),
         (lambda q, k, c, s: compat.apply_rotary_pos_emb(q, k, c, s[:1]), ValueError, "sin must have the shape of cos"),
         (lambda q, k, c, s: compat.apply_rotary_pos_emb(q, k.half(), c, s), TypeError, "k must have the dtype of q"),
+        (
+            lambda q, k, c, s: compat.apply_rotary_pos_emb_dinov3(q[:, :, :2], k[:, :, :2], c[0], s[0]),
+            ValueError,
+            "cos must have at most a row for each of the 2 tokens",
+        ),
         (
             lambda q, k, c, s: compat.apply_multidimensional_rope(q, c, s, torch.zeros(B, T, 3), 1),
             ValueError,
@@ -359,6 +385,35 @@ def test_is_what_the_model_of_transformers_computes(ours: str, model: str, form:
     expected = getattr(module, name)(*(x.float() for x in xs), *tables)
     actual = getattr(compat, ours)(*xs, *tables)
     for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (actual, expected)), strict=True):
+        assert_rotated(a, b.double())
+
+
+@pytest.mark.parametrize("model", ["dinov3_vit", "sapiens2"])
+def test_is_what_models_with_first_tokens_compute(model: str) -> None:
+    module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
+    q, k = (x.cpu() for x in pair())
+    tables = tuple(x.cpu()[0, 2:] for x in twice(*table(D)))
+    expected = module.apply_rotary_pos_emb(q, k, *tables)
+    for a, b in zip(compat.apply_rotary_pos_emb_dinov3(q, k, *tables), expected, strict=True):
+        assert_rotated(a, b.double())
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "dim"),
+    [
+        ("sam3", "apply_rotary_pos_emb_2d", 1),
+        ("edgetam_video", "apply_rotary_pos_emb_2d_self_attn", 1),
+        ("inkling2", "apply_rotary_pos_emb_vision", -2),
+    ],
+)
+def test_the_interleaved_form_under_other_names(model: str, name: str, dim: int) -> None:
+    module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
+    q, k = (x.cpu() for x in pair("bhsd" if dim == 1 else "bshd"))
+    tables = repeated(*(x.cpu() for x in table(D, 1)))
+    if dim == -2:
+        q, k, tables = q[0], k[0], tuple(x[0] for x in tables)
+    expected = getattr(module, name)(q, k, *tables)
+    for a, b in zip(compat.apply_rotary_pos_emb_interleaved(q, k, *tables, unsqueeze_dim=dim), expected, strict=True):
         assert_rotated(a, b.double())
 
 

@@ -19,6 +19,7 @@ Shape legend: B batch, T tokens, H heads (q and k may differ), D head_dim, W tab
     apply_rotary_pos_emb_gptj           gptj, codegen: (tensor, sin, cos)
     apply_rotary_pos_emb_nanochat       nanochat: rotation by −θ
     apply_rotary_pos_emb_vision         the vision towers of qwen2_vl, glm4v and others: no batch, heads after tokens
+    apply_rotary_pos_emb_dinov3         dinov3_vit: the first tokens do not rotate
     apply_multimodal_rotary_pos_emb     qwen2_vl and qwen2_5_vl of transformers 4
     apply_rotary_emb_llama4, apply_rotary_emb_deepseek_v2    complex tables
     vision_apply_rotary_emb             the vision tower of llama4: complex tables shared by all images
@@ -40,6 +41,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from ..ops._common import fail, shown
 from ..ops.gated_linear._problem import Activation
@@ -143,6 +145,23 @@ def apply_rotary_pos_emb_nanochat(
 def apply_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
     """Rotate the first W features of q and k (T, H, D) by tables (T, W), or (B, T, H, D) by (B, T, W); `cat(f, f)`."""
     return _rotate(q, k, cos, sin, None, -2, per_column=1)
+
+
+def apply_rotary_pos_emb_dinov3(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **kwargs: Any) -> Pair:
+    """`apply_rotary_pos_emb` of the last S of the tokens of q and k (B, H, T, D) by tables (S, D), `cat(f, f)`.
+
+    One launch; two small kernels put rows of the identity before the tables, for the class and register tokens.
+    """
+    op = "apply_rotary_pos_emb"
+    tokens = check_shape(op, "q", q, "(B, H, T, D)", (None,) * 4, "pass the heads of the model")[2]
+    patches, width = check_shape(op, "cos", cos, "(S, D)", (None, q.shape[3]), "pass the tables of the patches")
+    check_shape(op, "sin", sin, "(S, D)", (patches, width), "build both tables the same way")
+    if patches > tokens:
+        fail(
+            op, "cos", f"have at most a row for each of the {tokens} tokens", patches, "pass the tables of the patches"
+        )
+    first = (0, 0, tokens - patches, 0)
+    return _rotate(q, k, pad(cos, first, value=1), pad(sin, first), None, 0)
 
 
 def apply_multimodal_rotary_pos_emb(
