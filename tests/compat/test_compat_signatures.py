@@ -270,6 +270,7 @@ SIGNATURES = {
         "apply_rotary_pos_emb_interleave": HF,
         "apply_rotary_pos_emb_deepseek_v4": "x, cos, sin, unsqueeze_dim=1",
         "apply_rotary_pos_emb_gpt_oss": HF,
+        "apply_rotary_pos_emb_openai_privacy_filter": HF,
         "apply_rotary_pos_emb_gptj": "tensor, sin, cos",
         "apply_rotary_pos_emb_nanochat": HF,
         "apply_rotary_pos_emb_vision": "q, k, cos, sin",

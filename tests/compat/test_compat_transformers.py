@@ -22,6 +22,7 @@ PAIRS = {
     "apply_rotary_pos_emb_glm": (twice, {"interleaved": True}),
     "apply_rotary_pos_emb_interleave": (twice, {"interleaved": True, "to_half": True}),
     "apply_rotary_pos_emb_gpt_oss": (once, {}),
+    "apply_rotary_pos_emb_openai_privacy_filter": (once, {"interleaved": True}),
 }
 
 
@@ -356,6 +357,7 @@ MODELS = [
     *[("apply_rotary_pos_emb_glm", model, twice, D) for model in ("helium", "ernie4_5")],
     *[("apply_rotary_pos_emb_interleave", model, twice, D) for model in ("deepseek_v3", "longcat_flash")],
     ("apply_rotary_pos_emb_gpt_oss", "gpt_oss", once, D),
+    ("apply_rotary_pos_emb_openai_privacy_filter", "openai_privacy_filter", once, D),
     ("apply_rotary_pos_emb_gptj", "gptj", once, D),
     ("apply_rotary_pos_emb_nanochat", "nanochat", twice, D),
     ("apply_rotary_pos_emb_vision", "qwen2_vl", twice, D),

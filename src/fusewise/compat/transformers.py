@@ -16,6 +16,7 @@ Shape legend: B batch, T tokens, H heads (q and k may differ), D head_dim, W tab
     apply_rotary_pos_emb_interleave     deepseek_v3, longcat_flash, glm4_moe_lite: reads interleaved, writes halves
     apply_rotary_pos_emb_deepseek_v4    one tensor, trailing features, interleaved
     apply_rotary_pos_emb_gpt_oss        tables that hold every angle once
+    apply_rotary_pos_emb_openai_privacy_filter    the same with interleaved pairs
     apply_rotary_pos_emb_gptj           gptj, codegen: (tensor, sin, cos)
     apply_rotary_pos_emb_nanochat       nanochat: rotation by −θ
     apply_rotary_pos_emb_vision         the vision towers of qwen2_vl, glm4v and others: no batch, heads after tokens
@@ -128,6 +129,13 @@ def apply_rotary_pos_emb_gpt_oss(
 ) -> Pair:
     """`apply_rotary_pos_emb` of 2W features, pairs (i, i + W), by tables (1 | B, T, W) that hold every angle once."""
     return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, per_column=2)
+
+
+def apply_rotary_pos_emb_openai_privacy_filter(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
+) -> Pair:
+    """`apply_rotary_pos_emb_gpt_oss` with interleaved pairs (2i, 2i + 1)."""
+    return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, per_column=2, pairing="interleaved")
 
 
 def apply_rotary_pos_emb_gptj(tensor: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
