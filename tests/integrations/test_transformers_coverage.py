@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fusewise.integrations.transformers import patch
 
-from .small_models import FAMILIES, NO_GATE, Count, build, transformers
+from .small_models import FAMILIES, HEADS, NO_GATE, Count, build, transformers
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -28,6 +28,14 @@ def test_the_report_names_every_module(family: str) -> None:
         assert text == (gated if name.endswith("mlp") else attention)
     assert len(handle.replaced) == 2 * (bool(rotation) + (mlp != NO_GATE))
     assert f"{attention} (" in str(handle) and " and 1 more)" in str(handle)
+
+
+def test_tables_with_every_angle_once_for_interleaved_pairs() -> None:
+    """A layer's attention of OpenAI's privacy filter."""
+    module = pytest.importorskip("transformers.models.openai_privacy_filter.modeling_openai_privacy_filter")
+    config = transformers.OpenAIPrivacyFilterConfig(**HEADS)
+    (entry,) = patch(module.OpenAIPrivacyFilterAttention(config)).replaced
+    assert entry.what == "apply_rotary_pos_emb by apply_rotary_pos_emb_openai_privacy_filter"
 
 
 def test_forwards_of_others_are_not_touched() -> None:

@@ -251,6 +251,7 @@ _CONVENTIONS: tuple[tuple[Callable[..., Any], str, str], ...] = (
     (compat.apply_rotary_pos_emb_interleave, "bhsd", "twice"),
     (compat.apply_rotary_pos_emb_interleaved, "bhsd", "adjacent"),
     (compat.apply_rotary_pos_emb_gpt_oss, "bhsd", "once"),
+    (compat.apply_rotary_pos_emb_openai_privacy_filter, "bhsd", "once"),
     (compat.apply_rotary_pos_emb_nanochat, "bhsd", "twice"),
     (compat.apply_rotary_pos_emb_vision, "thd", "twice"),
     (compat.apply_rotary_pos_emb_single, "bhsd", "twice"),
