@@ -1,4 +1,4 @@
-"""Exported graphs can be trained like their modules: their nodes record gradients themselves. Also torch.jit traces."""
+"""Exported graphs can be trained like their modules: their nodes record gradients themselves. Also packages and torch.jit traces."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +91,33 @@ def test_an_exported_graph_has_the_gradients_of_its_module(name: str, how: str) 
     assert sorted(found) == sorted(want)
     for key, gradient in want.items():
         torch.testing.assert_close(found[key], gradient, msg=lambda text, key=key: f"{key}: {text}")
+
+
+class Rotations(nn.Module):
+    """Calls whose operators get empty lists: of strides, and of weights."""
+
+    def forward(self, q: Tensor, k: Tensor, inv_freq: Tensor) -> Any:
+        one = fusewise.rope(q, inv_freq=inv_freq)
+        return *fusewise.rope(one, k, inv_freq=inv_freq), *fusewise.qk_norm_rope(q, k, None, None, inv_freq=inv_freq)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of torch, in packaging
+def test_a_packaged_graph_gives_the_results_of_its_module(tmp_path: Path) -> None:
+    """The runtime of a package passes None for a list without entries (seen with torch 2.13)."""
+
+    def inputs(tokens: int) -> tuple[Tensor, ...]:
+        return torch.randn(2, tokens, 4, 8), torch.randn(2, tokens, 2, 8), torch.rand(4)
+
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    with torch.no_grad():
+        program = torch.export.export(Rotations(), inputs(6), dynamic_shapes=({1: tokens}, {1: tokens}, None))
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "rotations.pt2"))
+        packaged = torch._inductor.aoti_load_package(path)
+        for count in (6, 9):
+            x = inputs(count)
+            for found, want in zip(packaged(*x), Rotations()(*x), strict=True):
+                torch.testing.assert_close(found, want)
 
 
 TRACED = """

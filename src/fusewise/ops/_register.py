@@ -84,6 +84,9 @@ def register(
     if recorded is not None:
 
         def at_autograd(keys: Any, *args: Any) -> Any:
+            for place in lists:
+                if args[place] is None:
+                    args = *args[:place], [], *args[place + 1 :]
             if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
                 return recorded(*args)
             with torch._C._AutoDispatchBelowAutograd():
@@ -93,4 +96,6 @@ def register(
     if vmap is not None:
         torch.library.register_vmap(f"fusewise::{name}", vmap, lib=_library)
     operator = getattr(torch.ops.fusewise, name).default
+    # The runtime of an AOTInductor package passes None for a list without entries (seen with torch 2.13).
+    lists = [place for place, a in enumerate(operator._schema.arguments) if isinstance(a.type, torch.ListType)]
     return operator
