@@ -180,6 +180,8 @@ def rope_(
 
     Before torch 2.13 a torch.compile graph computes new tensors and copies them into q and k: in those versions its own
     writes through a mutating operator may go to the wrong place.
+    Pass a packed tensor whole to a compiled function and take q and k out of it there: for two parts of one tensor as
+    inputs, whose length varies, Inductor may raise (seen with torch 2.13, for torch's own operators, too).
 
     Raises:
         TypeError, ValueError, RuntimeError: as `rope`, before anything is written.
