@@ -162,11 +162,20 @@ void learn(const Key& key, Form form, const std::vector<IValue>& arguments, cons
   cache.keep(key, std::move(entry));
 }
 
+// The runtime of an AOTInductor package passes None for a list without entries (seen with torch 2.13 and 2.14).
+template <typename T>
+void none_to_empty(IValue* lists, int count) {
+  for (int i = 0; i < count; ++i)
+    if (lists[i].isNone()) lists[i] = c10::List<T>();
+}
+
 template <Form FORM, int N>
 void operate(const c10::OperatorHandle& op, Stack* stack) {
   using Read = Operands<FORM, N>;
   Read read;
-  read.a = stack->data() + stack->size() - Read::COUNT;
+  IValue* const given = stack->data() + stack->size() - Read::COUNT;
+  if constexpr (FORM == NEW) none_to_empty<int64_t>(given + Read::OWN + COMMON, N);
+  read.a = given;
   const bool readable = enabled && read.read();
   const Remembered entry = readable ? cache.find(read.key) : nullptr;
   if (!readable || (entry != nullptr && !entry->native))
@@ -217,7 +226,9 @@ template <Form FORM>
 void operate_norm(const c10::OperatorHandle& op, Stack* stack) {
   using Read = NormOperands<FORM>;
   Read read;
-  read.a = stack->data() + stack->size() - Read::COUNT;
+  IValue* const given = stack->data() + stack->size() - Read::COUNT;
+  none_to_empty<Tensor>(given, Read::OWN);
+  read.a = given;
   const bool readable = enabled && read.read();
   const Remembered entry = readable ? cache.find(read.key) : nullptr;
   c10::List<Tensor> results;
