@@ -82,3 +82,16 @@ def test_of_a_memory_too_large_for_a_mask_the_largest_read_counts(monkeypatch: p
     monkeypatch.setattr(reads, "MOST_ELEMENTS", 100)
     assert read(lambda x: x[:10] * x[10:20], torch.randn(ROWS)) == 320
     assert read(lambda x: x[INDEX], torch.randn(ROWS)) == 0
+
+
+def test_memory_that_is_freed_meanwhile_leaves_its_identity_to_none() -> None:
+    kept = [torch.randn(64)]
+    known = {reads.storage(kept[0])}
+
+    def function() -> list[Tensor]:
+        result = kept.pop()[:8] + 1
+        return [result, *(result.clone() for _ in range(100))]
+
+    results, counter = counted(function, reads=True)
+    assert known.isdisjoint(map(reads.storage, results))
+    assert counter.reads is not None and set(counter.reads.bytes()) == known

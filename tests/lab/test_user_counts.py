@@ -178,3 +178,8 @@ def test_operations_that_have_no_count_are_unknown():
 )
 def test_a_gradient_reads_only_what_it_depends_on(name, texts, read):
     assert problem(name, *texts, pass_="bwd").costs.gradient_read == read
+
+
+def test_memory_that_a_backward_frees_is_not_taken_for_what_comes_after():
+    p = problem("convolved", "x=fp32[2,32]", "k=fp32[5]", pass_="bwd")
+    assert p.bytes_min() == 4 * (2 * 36 + 2 * (2 * 32 + 5))  # dy and both inputs read, both gradients written

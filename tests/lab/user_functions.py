@@ -245,6 +245,11 @@ def spectrum(x):
     return torch.fft.fft(x)
 
 
+def convolved(x, k):
+    n = x.shape[-1] + k.shape[-1] - 1
+    return torch.fft.irfft(torch.fft.rfft(x, n) * torch.fft.rfft(k, n), n)
+
+
 def conjugated(z, x):
     return z * z.conj() * (1 + 2j) * x
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from .code.aten import ALIKE, INDEXED, OVERWRITE, RESERVE
@@ -56,6 +57,8 @@ class Counter(Mode):
         self.uncounted: dict[str, None] = {}
         self.reads = Reads() if reads else None
         self.inside: set[int] = set()
+        #: Weak references to all memory seen. What a backward frees would else give its identity to what comes next.
+        self.seen: dict[int, StorageWeakRef] = {}
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         packet = getattr(func, "overloadpacket", func)
@@ -98,6 +101,8 @@ class Counter(Mode):
             [x for x in some if x.layout == torch.strided and not x.is_nested] for some in (inputs, call.outputs)
         )
         before = {memory(x) for x in inputs}
+        for x in (*inputs, *outputs):
+            self.seen.setdefault(memory(x), StorageWeakRef(x.untyped_storage()))
         name = getattr(getattr(func, "overloadpacket", func), "__name__", "")
         if not getattr(func, "is_view", False) and name not in ALIKE | RESERVE:
             place = position(name)
