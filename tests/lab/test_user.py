@@ -103,6 +103,11 @@ def test_a_function_that_comes_back_in_two_processes_is_refused():
     assert truth.check(p, eager(p)).reason == ""
 
 
+def test_a_backward_that_raises_is_told_with_its_own_reason():
+    with pytest.raises(NotImplementedError, match="no gradient on Tuesdays"):
+        problem("without_gradient", "x=fp32[4]", pass_="bwd")
+
+
 def test_integers_that_are_random_are_refused():
     with pytest.raises(ValueError, match="must give the same result when called again"):
         problem("torch:randint_like", "fp32[64]", "100")

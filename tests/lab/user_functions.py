@@ -111,6 +111,20 @@ def remembering_less(x, weight):
     return torch.utils.checkpoint.checkpoint(lambda x: (x @ weight).sin(), x, use_reentrant=False)
 
 
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise NotImplementedError("no gradient on Tuesdays")
+
+
+def without_gradient(x):
+    return NoGradient.apply(x).sin()
+
+
 def magnitude_of_bits(x):
     return (x.view(torch.int32) & 0x7FFFFFFF).view(torch.float32)
 

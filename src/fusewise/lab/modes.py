@@ -9,8 +9,13 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .reason import text
+
 Result = TypeVar("Result")
 Of = TypeVar("Of", bound="Mode")
+
+#: Part of autograd's message for a backward of a graph that another backward, complete or not, has freed.
+FREED = "backward through the graph a second time"
 
 
 class Mode(TorchDispatchMode):
@@ -64,9 +69,14 @@ def under(mode: Callable[[bool], Of], call: Callable[[], Result], compiled: bool
             result = call()
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # a call with a fault of its own raises again
+    except Exception:
         _forget()
-        return under(mode, call, compiled=True)
+        try:
+            return under(mode, call, compiled=True)
+        except RuntimeError as again:  # a call with a fault of its own raises again, but a graph has only one backward
+            if FREED not in text(again):
+                raise
+        raise
     if entered.functions:
         _forget()
     return result, entered
