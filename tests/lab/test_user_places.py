@@ -153,6 +153,16 @@ def test_a_file_of_a_package_may_import_its_neighbours(tmp_path):
     assert load(f"{inner / 'f.py'}:f")(3) == 6
 
 
+def test_the_file_that_is_named_is_loaded_wherever_the_study_is_started(tmp_path, monkeypatch):
+    for number, folder in enumerate(("here", "there")):
+        package = tmp_path / folder / "pack_of_two_folders"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "f.py").write_text(f"def f(x):\n    return x * {number}\n")
+    monkeypatch.chdir(tmp_path / "here")
+    assert load(f"{tmp_path / 'there' / 'pack_of_two_folders' / 'f.py'}:f")(3) == 3
+
+
 NOTEBOOK = """
 import enum, math, torch
 import torch.nn.functional as F

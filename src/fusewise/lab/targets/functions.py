@@ -50,15 +50,16 @@ def load(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., A
             root, parts = file.parent, [file.stem]
             while (root / "__init__.py").is_file():
                 root, parts = root.parent, [root.name, *parts]
-            sys.path.insert(0, str(root))
-            return load(f"{'.'.join(parts)}:{attribute}", seed, path)
-        name = f"_fusewise_study_{file.stem}"
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        sys.path.insert(0, str(file.parent))  # as if the file were run
-        spec.loader.exec_module(module)
+            sys.path[:] = dict.fromkeys([str(root), *sys.path, "", *path])  # another package may have the same name
+            module = importlib.import_module(".".join(parts))
+        else:
+            name = f"_fusewise_study_{file.stem}"
+            spec = importlib.util.spec_from_file_location(name, file)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module
+            sys.path[:] = dict.fromkeys([str(file.parent), *sys.path, ""])  # as if the file were run
+            spec.loader.exec_module(module)
     else:
         sys.path[:] = dict.fromkeys(["", *sys.path, *path])
         module = importlib.import_module(where)
