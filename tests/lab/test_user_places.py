@@ -163,6 +163,18 @@ def test_the_file_that_is_named_is_loaded_wherever_the_study_is_started(tmp_path
     assert load(f"{tmp_path / 'there' / 'pack_of_two_folders' / 'f.py'}:f")(3) == 3
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 searches the working directory first")
+def test_files_where_the_study_is_started_may_have_names_of_pythons_own_modules(tmp_path, monkeypatch):
+    (tmp_path / "random.py").write_text("def f(x):\n    return x\n")
+    (tmp_path / "mine.py").write_text("TWO = 2\n")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "f.py").write_text("from mine import TWO\ndef f(x):\n    return x * TWO\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(user, "WorkerProcess", WorkerProcess)  # started here
+    verified(User("random.py:f", ["fp32[4]"]))
+    verified(User("elsewhere/f.py:f", ["fp32[4]"]))
+
+
 NOTEBOOK = """
 import enum, math, torch
 import torch.nn.functional as F

@@ -25,7 +25,7 @@ from fusewise._shared import cache
 from fusewise.ops.gated_linear import _onednn
 
 from . import machine
-from .nursery import python_path
+from .nursery import imports
 from .problem import DTYPES, PRECISIONS, reset_precision, set_precision
 from .record import Json
 from .schema import fault
@@ -134,7 +134,7 @@ def measure_apart(device: str, log: Path, timeout: float) -> Json | None:
     None if they could not be measured or kept, with the reason at the end of `log`."""
     with log.open("ab") as sink:
         command = [sys.executable, "-m", "fusewise", "limits", "--device", device]
-        env = {**os.environ, "PYTHONPATH": python_path()}
+        env = {**os.environ, **imports()}
         try:
             done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, timeout=timeout)
         except (OSError, subprocess.TimeoutExpired) as error:

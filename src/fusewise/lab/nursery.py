@@ -109,7 +109,7 @@ class Nursery:
         """`log` receives the server's output; without it there is no server and each worker is a fresh process.
         `files`: descriptors that workers inherit. `modules`: extra imports besides torch, for processes that time
         nothing. `scratch`: a folder that the server deletes if this process dies."""
-        self.env = {**os.environ, **(env or {}), WORKER: "1", "PYTHONPATH": python_path()}
+        self.env = {**os.environ, **(env or {}), WORKER: "1", **imports()}
         self.files = tuple(files)
         self.log = log
         self.modules = tuple(modules)
@@ -163,11 +163,12 @@ class Nursery:
         )
 
 
-def python_path() -> str:
-    """For a process that imports this very package, wherever it was imported from."""
+def imports() -> dict[str, str]:
+    """Environment of a process that imports this very package, wherever it was imported from. `-m` would have it search
+    the working directory first, where a file may have the name of a module of Python's own."""
     source = str(Path(fusewise.__file__).parents[1])
     paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return os.pathsep.join(dict.fromkeys(paths))
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONSAFEPATH": "1"}  # from Python 3.11 on
 
 
 def unfit() -> str:
