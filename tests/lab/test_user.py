@@ -389,6 +389,8 @@ def test_a_function_that_refuses_float64_has_no_truth():
         ("called", ["fp32[3,4]"]),  # an object
         ("plus_one", ["fp32[3,4]"]),  # a decorated function, which is scripted without its decorator
         ("PlusOne", ["fp32[3,4]"]),
+        ("halved", ["fp32[3,4]"]),  # a method, which is scripted without its object
+        ("Parametrized", ["fp32[3,6]"]),
     ],
 )
 def test_what_torchscript_takes_for_a_tensor_is_traced(name, texts):

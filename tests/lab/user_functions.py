@@ -185,6 +185,9 @@ class Called:
     def __call__(self, x):
         return x * 2
 
+    def halved(self, x):
+        return x / 2
+
 
 def twice(x):
     y = x * 2
@@ -240,6 +243,7 @@ class PlusOne(nn.Module):
 
 
 called = Called()
+halved = called.halved
 tripled = functools.partial(torch.mul, torch.tensor(3.0))
 
 
@@ -318,6 +322,15 @@ class Tied(nn.Module):
 
     def forward(self, x):
         return self.last(self.second(self.first(x)))
+
+
+class Parametrized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))
+
+    def forward(self, x):
+        return self.linear(x)
 
 
 class Lazy(nn.Module):

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from ..code.stage import Stage
@@ -100,8 +101,12 @@ class TorchScript(Provider):
 
 def _check_taken(scripted: Any, problem: Problem, program: Program) -> None:
     """TypeError for functions that script as something else, without their decorators, or that script but cannot be called
-    with these arguments: objects of Python classes, such as partial functions, and parameters without annotation (a tensor,
-    to TorchScript) that receive a number or None."""
+    with these arguments: methods without their object, modules with parametrizations, objects of Python classes, such as
+    partial functions, and parameters without annotation (a tensor, to TorchScript) that receive a number or None."""
+    if inspect.ismethod(program.function):
+        raise TypeError("the object whose method it is is left out")
+    if isinstance(program.function, nn.Module) and any(map(parametrize.is_parametrized, program.function.modules())):
+        raise TypeError("its parametrizations raise an error when scripted code calls them")
     if hasattr(getattr(program.function, "forward", program.function), "__wrapped__"):
         raise TypeError("its decorator is left out")
     method = getattr(scripted, "forward", scripted)
