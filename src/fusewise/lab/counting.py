@@ -30,7 +30,9 @@ REDUCTIONS = {
     "sum", "nansum", "mean", "prod", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "logsumexp", "trace",
     "native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward",
     "native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training",
-    "_fused_rms_norm", "_fused_rms_norm_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "nll_loss_forward", "mse_loss",
+    "_fused_rms_norm", "_fused_rms_norm_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "nll_loss_forward", "nll_loss2d_forward",
+    "mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "multi_margin_loss", "multilabel_margin_loss_forward",
+    "binary_cross_entropy", "binary_cross_entropy_with_logits",
 }  # fmt: skip
 #: Shape-preserving reductions, which sum along one dimension of the first argument: the position of `dim` in the call.
 ALONG = {
