@@ -11,6 +11,7 @@ from builders import row, study_record
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 
 from fusewise.lab.code.aten import Operators
 from fusewise.lab.ledger import Kernel, Ledger, extent, merged
@@ -24,6 +25,7 @@ Y = torch.zeros(8, 8)  # an output buffer
 ROW = torch.ones(8)  # 32 bytes
 ONE = torch.tensor(1.0)  # 4 bytes
 INDEX = torch.tensor([1, 3])  # 16 bytes
+FIRST = torch.tensor([0])  # 8 bytes
 
 
 def charged(function: Callable[[], object]) -> list[tuple[str, int, int]]:
@@ -53,7 +55,13 @@ def charged(function: Callable[[], object]) -> list[tuple[str, int, int]]:
         (lambda: X.to(torch.float32), []),
         (lambda: torch.cat((X, X[:4])), [("cat", 384, 384)]),
         (lambda: X[INDEX], [("index", 64 + 16, 64)]),  # two rows of eight
-        (lambda: torch.nn.functional.embedding(INDEX, X), [("embedding", 64 + 16, 64)]),
+        (lambda: functional.embedding(INDEX, X), [("embedding", 64 + 16, 64)]),
+        # reads two rows, indices and an offset; writes a sum, a bag for each index, a size, and what only a maximum needs
+        (
+            lambda: functional.embedding_bag(INDEX, X, FIRST),
+            [("_embedding_bag_forward_only", 64 + 16 + 8, 32 + 16 + 8 + 8)],
+        ),
+        (lambda: torch.is_same_size(X, Y), []),  # as torch.func.jvp asks
         (lambda: torch.zeros_like(X), [("zeros_like", 0, 256)]),  # only uses its shape
         (lambda: X.new_full((2,), 1.0), [("new_full", 0, 8)]),
         (lambda: Y.index_put_((INDEX,), X[:2]), [("index_put_", 64 + 16, 64)]),

@@ -23,6 +23,8 @@ from .stage import Stage, foreign, short
 OVERWRITE = {"copy_", "fill_", "zero_", "normal_", "uniform_", "set_", "bernoulli_", "random_", "exponential_"}
 #: Operators that read no more of their first argument than they return.
 LOOK_UP = {"index", "index_select", "gather", "embedding", "take"}
+#: Operators that read no more of their first argument than a row for each index in their second.
+BAGS = {"_embedding_bag", "_embedding_bag_forward_only"}
 #: Operators that use only the shape and dtype of their first argument.
 ALIKE = {
     "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones", "new_full",
@@ -36,10 +38,10 @@ ADDING = {"scatter_add_", "scatter_reduce_", "index_add_"}
 #: in-place forms, which make no copy.
 ON_ZEROS = {"index_put", "scatter", "scatter_add", "index_add"}
 ZEROS = {"zeros", "new_zeros"}
-#: Operators that touch no element: they allocate, or change only metadata.
+#: Operators that touch no element: they allocate, or change or compare only metadata.
 RESERVE = {
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided",
-    "detach_", "squeeze_", "unsqueeze_", "transpose_", "t_", "resize_", "set_",
+    "detach_", "squeeze_", "unsqueeze_", "transpose_", "t_", "resize_", "set_", "is_same_size", "_has_same_storage_numel",
 }  # fmt: skip
 SHORT_DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64",
@@ -112,6 +114,10 @@ class Operators(Mode):
         read_bytes = self._bytes(inputs)
         if name in LOOK_UP and inputs:
             read_bytes -= max(0, self._bytes(inputs[:1]) - written_bytes)
+        if name in BAGS:
+            table, index = actual[:2]
+            rows = index.numel() * table.shape[1] * table.element_size()
+            read_bytes -= max(0, self._bytes([table]) - rows)
         if name in ALIKE:
             read_bytes = 0
         if name in INDEXED:  # only the indexed elements are touched
