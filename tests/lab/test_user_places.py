@@ -175,6 +175,12 @@ def test_files_where_the_study_is_started_may_have_names_of_pythons_own_modules(
     verified(User("elsewhere/f.py:f", ["fp32[4]"]))
 
 
+def test_a_file_of_any_name_is_a_module_that_a_program_can_name(tmp_path):
+    file = tmp_path / "my-file.v2.py"
+    file.write_text("def f(x):\n    return x\n")
+    assert load(f"{file}:f").__module__.isidentifier()
+
+
 NOTEBOOK = """
 import enum, math, torch
 import torch.nn.functional as F

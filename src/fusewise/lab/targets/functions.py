@@ -8,6 +8,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -53,7 +54,7 @@ def load(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., A
             sys.path[:] = dict.fromkeys([str(root), *sys.path, "", *path])  # another package may have the same name
             module = importlib.import_module(".".join(parts))
         else:
-            name = f"_fusewise_study_{file.stem}"
+            name = re.sub(r"\W", "_", f"_fusewise_study_{file.stem}")  # compilers write it into programs
             spec = importlib.util.spec_from_file_location(name, file)
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
