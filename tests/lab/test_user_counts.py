@@ -168,6 +168,7 @@ def test_operations_that_have_no_count_are_unknown():
         ("torch:mm", ["fp32[8,4]", "fp32[4,6]"], 4 * (32 + 24)),
         ("torch:mm", ["fp32[8,4] fixed", "fp32[4,6]"], 4 * 32),  # the gradient of the second reads the first alone
         ("partly_linear", ["x=fp32[8,16]", "y=fp32[8,16]"], 4 * 128),
+        ("without_a_number", ["x=fp32[8,16]"], 0),  # the gradient is NaN whatever x is
         ("Net", ["fp32[3,6]"], 4 * (3 * 6 + 4 * 6 + 4)),
         ("torch.nn.functional:linear", ["fp32[3,6]", "fp32[4,6]", "fp32[4]"], 4 * (3 * 6 + 4 * 6)),  # not the bias
         ("silu_and_rest", ["fp32[64,64]", "fp32[64,64]"], 4 * 64 * 64),  # not the second

@@ -487,6 +487,10 @@ def of_whole_numbers(x, weight):
     return x @ weight.to(x.dtype)
 
 
+def without_a_number(x):
+    return x * torch.nan
+
+
 def partly_linear(x, y):
     return x * 2 + y.sin()
 
