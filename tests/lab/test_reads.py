@@ -29,6 +29,7 @@ def read(function: Callable[[Tensor], Any], x: Tensor) -> int | None:
         (lambda x: functional.embedding(INDEX, x), ROWS, 24),
         (lambda x: torch.inference_mode()(functional.embedding)(INDEX, x), ROWS, 24),
         (lambda x: functional.embedding_bag(INDEX[None], x), ROWS, 24),
+        (lambda x: functional.embedding(INDEX, x, max_norm=1.0), ROWS, 24),
         (lambda x: x[INDEX], ROWS, 24),
         (lambda x: x[:, INDEX], ROWS, 3000),
         (lambda x: x.index_select(0, INDEX), ROWS, 24),

@@ -140,7 +140,7 @@ PARTS: dict[str, tuple[int, Callable[[Tensor, Call], Any]]] = {
     "cholesky_solve": (1, lambda mask, call: _triangle(mask, call.get(2, "upper", False))),
     "cholesky_inverse": (0, lambda mask, call: _triangle(mask, call.get(1, "upper", False))),
 }
-PARTS |= dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), PARTS["embedding"])
+PARTS |= dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only", "embedding_renorm_"), PARTS["embedding"])
 PARTS |= {
     f"upsample_{kind}": (0, _sampled) for kind in ("nearest1d", "nearest2d", "nearest3d", "bilinear2d", "linear1d")
 }
