@@ -144,6 +144,7 @@ def test_a_buffer_that_is_written_is_bytes_that_move():
         ("only_views", ["x=fp32[1000,8]"], 0, None),
         ("through_numpy", ["x=fp32[10]"], 80, None),  # no operator reads x, but the result depends on it
         ("torch.nn.functional:max_pool2d", ["fp32[1,9,9]", "2"], 4 * (64 + 16), None),
+        ("Telling", ["fp32[3,4]"], 4 * (3 * 4 + 4 + 3 * 4) + 2 * 4, None),  # of what it holds two elements are written
         ("Keeping", ["fp32[1,8]"], 32 + 32 + 32 + 99 * 32 + 8, None),  # one row of its cache is written, 99 are read
     ],
 )

@@ -440,6 +440,19 @@ def only_views(x):
     return x[:10], x.t()
 
 
+class Telling(nn.Module):
+    """Returns what it holds, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("count", torch.zeros(8))
+
+    def forward(self, x):
+        self.count[:2] += 1
+        return x * self.weight, self.weight, self.count
+
+
 class Keeping(nn.Module):
     """Writes a row of a cache and reads all of it."""
 

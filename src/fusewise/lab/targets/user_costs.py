@@ -65,9 +65,11 @@ def forward_costs(
     again: Sequence[Tensor],
     counter: Counter,
     state: Mapping[int, int],
+    held: Sequence[Tensor],
 ) -> Costs:
     """Costs of the call that `counter` has seen and that returned `outputs`; `again`: results of a later one. `state`:
-    bytes that a call changes of buffers and parameters, by storage."""
+    bytes that a call changes of buffers and parameters, by storage; `held`: all of those, which may be returned as they
+    are."""
     read = _reads(counter)
     given = {memory(x): x for x in (*problem.parameters, *leaves)}
     hidden = _read_unseen(problem, [x for of, x in given.items() if of not in read], leaves, again)
@@ -77,7 +79,7 @@ def forward_costs(
         read={of: read.get(of, 0) for of in given} | {memory(x): extent(x) for x in hidden},
         besides={of: size for of, size in read.items() if of not in given and of not in state},
         state_bytes=sum(max(0, read.get(of, 0) - size) for of, size in state.items()),
-        output_bytes=_written(outputs, leaves) + sum(state.values()),
+        output_bytes=_written(outputs, (*leaves, *held)) + sum(state.values()),
     )
 
 

@@ -220,7 +220,7 @@ class UserProblem(Problem):
             )
         now = _held(self.function)
         written = {memory(now[n]): 0 for n in self.state if n in now} | changed
-        self.costs = forward_costs(self, leaves, outputs, again, counter, written)
+        self.costs = forward_costs(self, leaves, outputs, again, counter, written, list(now.values()))
         generator = torch.Generator(self.device).manual_seed(self.task.seed)
         self.upstream = tuple(
             torch.randn(
