@@ -147,6 +147,36 @@ for name, call in calls.items():
 """
 
 
+class Unit(nn.Module):
+    """A gated linear unit whose weights are inputs."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor, *of_gate: Tensor) -> Tensor:
+        w_gate, b_gate = of_gate or (None, None)
+        return fusewise.gated_linear(x, weight, bias, w_gate=w_gate, b_gate=b_gate, activation="silu")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("records", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("rows", [4, 128])
+@pytest.mark.parametrize("separate", [False, True], ids=["stacked", "separate"])
+@pytest.mark.parametrize("trace", ["export", "jit"])
+def test_a_traced_unit_takes_weights_of_other_strides(trace: str, separate: bool, rows: int, records: bool) -> None:
+    """Eager calls refuse them, since kernels cannot read them; a graph does not ask again."""
+    sizes = [(rows, 128), (96, 128), (96,), *([(96, 128), (96,)] if separate else [])]
+    dense = tuple((torch.randn(size) / 4).requires_grad_(records) for size in sizes)
+    strided = [t.detach().repeat_interleave(2, -1)[..., ::2].requires_grad_(records) for t in dense]
+    if trace == "jit":
+        graph: Any = torch.jit.trace(Unit(), dense, check_trace=False)
+    else:
+        graph = torch.export.export(Unit(), dense).module()
+    y, expected = graph(*strided), Unit()(*dense)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    if records:
+        gradients = torch.autograd.grad(y.square().sum(), strided)
+        wanted = torch.autograd.grad(expected.square().sum(), dense)
+        torch.testing.assert_close(gradients, wanted, rtol=1e-4, atol=1e-3)
+
+
 def test_a_jit_trace_refuses_the_constants_that_torch_refuses() -> None:
     """torch raises when their sizes are first read and ends the trace; continuing would be a segmentation fault, so each call has
     a process, forked from one that has imported torch."""

@@ -75,12 +75,19 @@ def new_dbias(x: Tensor, hidden: int, wanted: bool) -> Tensor:
     return x.new_empty((2, hidden) if wanted else (0,), dtype=compute_dtype(x))
 
 
+def _readable(
+    weight: Tensor, weight_gate: Tensor | None, bias: Tensor | None, bias_gate: Tensor | None
+) -> tuple[Any, ...]:
+    """The weights of a call with the strides that validation demands: an exported program or a `torch.jit` trace may receive
+    others than it was traced with."""
+    biases = (None if b is None else b.contiguous() for b in (bias, bias_gate))
+    return rows(weight), None if weight_gate is None else rows(weight_gate), *biases
+
+
 def _gated_linear(x: Tensor, *weights: Any) -> Tensor:
-    weight, weight_gate, *biases, text, impl = weights
+    *given, text, impl = weights
     spec = Spec.decode(text)
-    # An exported program may receive other strides than it was traced with.
-    x, weight, weight_gate = rows(x), rows(weight), None if weight_gate is None else rows(weight_gate)
-    halves = Halves.of(spec, weight, weight_gate, *biases)
+    x, halves = rows(x), Halves.of(spec, *_readable(*given))
     y = _new_y(x, halves)
     with reference.exact(x):
         serving(impl, spec, y.shape[1], x, halves.value, halves.gate, alone=True).forward(x, halves, spec, y, None)
@@ -229,7 +236,8 @@ _GRAD = "str spec, str impl, bool bias"
 def _recorded(x_MD: Tensor, *rest: Any) -> Any:
     from ._autograd import GatedLinear
 
-    return apply_function(GatedLinear, x_MD, *rest, "preact")
+    *weights, text, impl = rest
+    return apply_function(GatedLinear, x_MD, *_readable(*weights), text, impl, "preact")
 
 
 op_gated_linear = register(
