@@ -122,6 +122,21 @@ def test_who_watches_or_has_switched_it_off_sees_the_product(
     assert not _onednn.takes(X, W)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated", "ignore::torch.jit.TracerWarning")
+def test_a_jit_trace_of_an_mlp_has_the_product(taken: list[tuple[int, ...]]) -> None:
+    x, *weights = (torch.randn(128, 128) / 8 for _ in range(4))
+    for weight in weights:
+        weight.requires_grad_()
+
+    def mlp(*tensors: Tensor) -> Tensor:
+        return gated_mlp(*tensors, activation="silu")
+
+    traced = torch.jit.trace(mlp, (x, *weights))
+    found, wanted = (torch.autograd.grad(f(x, *weights).square().sum(), weights) for f in (traced, mlp))
+    assert taken
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 LAYOUTS = ("stacked", "interleaved", "separate")
 
 

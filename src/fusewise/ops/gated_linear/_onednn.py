@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..._shared import build
+from .._common import jit_traces
 
 #: Multiplications from which it pays off; below, the operator's overhead of 10 µs dominates.
 WORTH = 1 << 20
@@ -68,6 +69,8 @@ def takes(x_MK: Tensor, weight_NK: Tensor) -> bool:
     """Whether to use oneDNN for x weightᵀ. It has no fast kernel for strided rows. Not under tracing or dispatch modes,
     which should see the product. Nor in a forked child, which lacks the parent's OpenMP threads that oneDNN would wait for."""
     if torch.compiler.is_compiling() or not there() or build.FORKED or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    if jit_traces():  # which cannot even record the operator
         return False
     if any(
         type(t) not in (Tensor, Parameter) or t.dtype != torch.float32 or t.device.type != "cpu"
