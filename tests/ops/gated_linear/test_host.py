@@ -338,17 +338,24 @@ def test_threads_of_python_call_at_once() -> None:
 
 
 FORKED = """
-import ctypes, os, signal, torch
+import ctypes, os, signal, sys, torch, fusewise
 from fusewise.ops.gated_linear import _host, _op
-_host.load(_op.implementation("cpu")._kernel())
-call = torch.randn(600, 8), torch.randn(4096, 8), None, "silu", None, None, "stacked", False, "preact", "auto"
+kernel = _op.implementation("cpu")._built()
+if sys.argv[1] == "parent":
+    _host.load(kernel)
+x, weight = torch.randn(600, 8), torch.randn(4096, 8)
+call = x, weight, None, "silu", None, None, "stacked", False, "preact", "auto"
 assert torch.get_num_threads() == 1  # of the product, too; after this it is asked no more
 ctypes.CDLL(None).omp_set_num_threads(2)  # of the gate
 assert torch.get_num_threads() == 2
-y = _host.gated_linear(*call)
+y = fusewise.gated_linear(x, weight, activation="silu", impl="reference")
+if sys.argv[1] == "parent":
+    _host.gated_linear(*call)
 child = os.fork()
 if child == 0:
     signal.alarm(30)
+    if sys.argv[1] == "child":
+        _host.load(kernel)
     made = _host.gated_linear(*call)
     torch.set_num_threads(1)  # to compare them: torch's own threads are the parent's
     os._exit(0 if torch.allclose(made, y, rtol=1e-4, atol=1e-5) else 1)  # another library may have multiplied
@@ -356,10 +363,12 @@ print(os.waitpid(child, 0)[1])
 """
 
 
-def test_a_forked_child_has_threads_of_its_own() -> None:
+@pytest.mark.parametrize("loaded_by", ["parent", "child"])
+def test_a_forked_child_has_threads_of_its_own(loaded_by: str) -> None:
     """The OpenMP threads belong to the parent; waiting for them in the child would hang."""
     environment = {**os.environ, "MKL_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, env=environment)
+    command = [sys.executable, "-c", FORKED, loaded_by]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.stdout == "0\n", done.stderr
 
 

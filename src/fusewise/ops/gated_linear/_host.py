@@ -60,7 +60,7 @@ def load(kernel: cpu.Kernel | None = None) -> None:
     global _with_gate
     module = extension()
     if kernel is not None:
-        module.on_cpu(cast(kernel.run, c_void_p).value, kernel.parallel or 0, _onednn.there())
+        module.on_cpu(cast(kernel.run, c_void_p).value, kernel.parallel or 0, _onednn.there() and not build.FORKED)
         _with_gate = True
 
 
