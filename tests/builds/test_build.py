@@ -153,10 +153,11 @@ def test_without_a_compiler_what_was_built_serves(cache: Path, source: Path) -> 
     with pytest.raises(build.BuildError, match=r"answer-.*last"):
         build.prepared(*arguments)
     named.chmod(0o600)
-    for text in (f"../native/{entry.name}", "answer-", "", entry.name + "\0"):
-        named.write_text(text)
+    for text in (f"../native/{entry.name}", "answer-", "", entry.name + "\0", "\udcff"):
+        named.write_text(text, errors="surrogateescape")
         assert not build.built(*arguments)
-    named.write_text(entry.name)
+    forget()
+    assert make(source) == 42 and named.read_text() == entry.name
     (entry / "library.so").write_bytes(b"damaged")
     assert not build.built(*arguments)
 

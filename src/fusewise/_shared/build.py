@@ -260,7 +260,7 @@ def _left(name: str, sources: Sequence[Path], flags: Sequence[str]) -> Path | No
     try:
         cache.check_folder(last.parent)
         cache.check_private(last, last.lstat())
-        named = last.read_text()
+        named = last.read_text(errors="replace")  # damage is no name
     except FileNotFoundError:
         return None
     entry = last.parent / named
@@ -271,7 +271,7 @@ def _remember(name: str, entry: Path, sources: Sequence[Path], flags: Sequence[s
     last = _last(name, sources, flags)
     # Failure is not an error (the folder may be read-only or full): this only matters without a compiler.
     with contextlib.suppress(OSError):
-        if last.is_file() and last.read_text() == entry.name:
+        if last.is_file() and last.read_text(errors="replace") == entry.name:
             return
         descriptor, work = tempfile.mkstemp(prefix=f"{last.name}.", suffix=".tmp", dir=last.parent)
         try:
