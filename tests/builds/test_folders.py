@@ -60,6 +60,36 @@ def test_a_folder_in_one_that_everybody_may_rewrite_is_refused(tmp_path: Path, s
     assert make(source) == 42
 
 
+@pytest.mark.parametrize("chain", [False, True], ids=["link", "link to a link"])
+def test_a_link_that_others_can_replace_is_refused(
+    chain: bool, tmp_path: Path, source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may lead elsewhere between the check and the use of a library."""
+    make(source)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    link = shared / "link"
+    link.symlink_to(cache.parent)
+    chosen = tmp_path / "mine" if chain else link
+    if chain:
+        chosen.symlink_to(Path("shared") / "link")
+    monkeypatch.setenv("FUSEWISE_CACHE_DIR", str(chosen))
+    forget()
+    assert make(source) == 42
+    shared.chmod(0o777)
+    forget()
+    with pytest.raises(build.BuildError, match=r"shared, which holds .* writable by others"):
+        make(source)
+    shared.chmod(0o1777)  # like /tmp: its owner may replace the link
+    forget()
+    assert make(source) == 42
+    if os.getuid() == 0:
+        os.chown(link, 54321, -1, follow_symlinks=False)
+        forget()
+        with pytest.raises(build.BuildError, match=r"link, which holds .* belongs to user 54321"):
+            make(source)
+
+
 def test_a_cache_folder_that_cannot_be_made_is_an_error(
     monkeypatch: pytest.MonkeyPatch, source: Path, cache: Path
 ) -> None:

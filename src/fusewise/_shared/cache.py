@@ -72,16 +72,24 @@ def check_folder(folder: Path) -> None:
     """
     for part in (folder.parent, folder):
         check_private(part, part.stat())
-    for part in folder.resolve().parents:
+    for part in dict.fromkeys(_on_the_way(folder)):
         status = part.stat()
         # The user's own group usually has no other members; with the sticky bit, users can only rename their own entries.
         others = stat.S_IWOTH if status.st_gid == os.getgid() else stat.S_IWOTH | stat.S_IWGRP
         if status.st_mode & others and not status.st_mode & stat.S_ISVTX:
             raise Refused(f"{part}, which holds the cache folder, is writable by others; set FUSEWISE_CACHE_DIR")
-        if status.st_uid not in (0, os.getuid()) and not _unmapped(status.st_uid):
-            raise Refused(
-                f"{part}, which holds the cache folder, belongs to user {status.st_uid}; set FUSEWISE_CACHE_DIR"
-            )
+        for user in (status.st_uid, part.lstat().st_uid):
+            if user not in (0, os.getuid()) and not _unmapped(user):
+                raise Refused(f"{part}, which holds the cache folder, belongs to user {user}; set FUSEWISE_CACHE_DIR")
+
+
+def _on_the_way(path: Path) -> Iterator[Path]:
+    """The folders and symbolic links through which a path is found, itself included: who replaces one of them leads
+    elsewhere."""
+    for part in (path, *path.parents):
+        yield part
+        if part.is_symlink():
+            yield from _on_the_way(part.parent / part.readlink())
 
 
 def _unmapped(user: int) -> bool:
