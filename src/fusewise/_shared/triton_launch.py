@@ -15,7 +15,9 @@ def unavailable(device_type: str) -> str | None:
         return None
     if device_type == "cpu":
         return "triton compiles for GPUs; on a CPU it runs only interpreted, with TRITON_INTERPRET=1 set before import"
-    return None if device_type in ("cuda", "xpu") else f"triton has no backend for device type {device_type}"
+    if device_type != "cuda":  # launches select the device and its stream by torch.cuda, which AMD's GPUs have as well
+        return f"triton is launched on NVIDIA and AMD GPUs, not on device type {device_type}"
+    return None
 
 
 def launches_directly() -> bool:

@@ -53,6 +53,13 @@ def test_what_autocast_leaves_is_what_is_explained(op: Any, args: Any, kwargs: A
     assert ("float32" in wide.reason, "bfloat16" in told.reason) == (True, True)
 
 
+@pytest.mark.parametrize("device_type", ["xpu", "mps"])
+def test_other_devices_run_the_reference(device_type: str) -> None:
+    """Triton has a backend for Intel's GPUs, but torch.cuda, by which kernels are launched, does not know them."""
+    assert _op.choice.choose(device_type, torch.bfloat16) == "reference"
+    assert f"not on device type {device_type}" in str(_op.unavailable("triton", device_type, torch.bfloat16))
+
+
 def test_a_named_implementation_never_falls_back() -> None:
     for op, args, kwargs in CALLS:
         with pytest.raises(
