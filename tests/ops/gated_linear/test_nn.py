@@ -105,6 +105,19 @@ def test_a_projection_that_is_more_than_its_weight_is_called_and_trains(name: st
         assert all(p.grad is not None for p in changed.parameters())
 
 
+def test_projections_that_draw_random_numbers_are_called_in_the_usual_order() -> None:
+    """Adapters with dropout: the same seed gives the results of the usual code."""
+    module = GatedMLP(16, 12, activation="silu")
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        projection = getattr(module, name)
+        setattr(module, name, nn.Sequential(nn.Dropout(0.5), projection))
+    x = torch.randn(3, 16)
+    torch.manual_seed(0)
+    y = module(x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(y, module.down_proj(functional.silu(module.gate_proj(x)) * module.up_proj(x)))
+
+
 class Quantised(torch.Tensor):
     """Like a torchao weight in a plain `nn.Linear`: a tensor subclass that implements `F.linear` itself."""
 

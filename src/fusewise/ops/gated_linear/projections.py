@@ -68,7 +68,7 @@ def mlp(
             )
         y = gated_linear(x, w_up, b_up, w_gate=w_gate, b_gate=b_gate, activation=activation, save=save, impl=impl)
     else:
-        value, gated = up(x), gate(x)
+        gated, value = gate(x), up(x)  # in this order, as in eager code: adapters may draw random numbers
         to = torch.promote_types(value.dtype, gated.dtype)  # a called projection may return another, as in eager code
         y = gate_of_both(value.to(to), gated.to(to), activation, impl=impl)
     z: Tensor = down(y)
