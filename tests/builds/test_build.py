@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import shutil
 import signal
@@ -274,6 +275,17 @@ def test_an_extension_shares_the_standard_library_that_torch_has(cache: Path, tm
     cxx = build.cxx()
     with_its_own = build.Compiler((*cxx.command, "-static-libstdc++"), cxx.version)
     assert build.library("digits", [source], with_its_own, host.flags()).digits(12345) == 5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="extensions are for Linux")
+def test_an_extension_is_found_beside_a_mapped_file_whose_name_is_no_text(tmp_path: Path) -> None:
+    expected = host.flags()
+    path = os.fsencode(tmp_path) + b"/weights of M\xe9"
+    with open(path, "wb+") as file:
+        file.write(bytes(8))
+        file.flush()
+        with mmap.mmap(file.fileno(), 8):
+            assert host.flags() == expected
 
 
 def test_a_lock_ends_with_its_block_though_a_child_was_forked_in_it(tmp_path: Path) -> None:

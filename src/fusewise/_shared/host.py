@@ -8,6 +8,7 @@ the same result.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 import sysconfig
@@ -50,7 +51,7 @@ def _standard_library() -> list[str]:
     """The libstdc++ that torch has loaded, if it can be determined. A compiler configured to link libstdc++ statically
     would put a second one into the process, whose iostreams, which c10 uses for messages, do not work beside the first."""
     try:
-        maps = Path("/proc/self/maps").read_text()
+        maps = os.fsdecode(Path("/proc/self/maps").read_bytes())  # a file that the process has mapped may have any name
     except OSError:
         return []
     # fields: address, permissions, offset, device, inode, then the path, which may contain spaces
