@@ -10,6 +10,9 @@ import pytest
 import torch
 
 import fusewise
+from fusewise.ops.qk_norm_rope import _native
+from fusewise.ops.qk_norm_rope._problem import Norm
+from fusewise.ops.rope._problem import Spec
 
 from ..rope.support import make_table
 
@@ -105,6 +108,25 @@ def test_the_operator_itself_refuses_too() -> None:
     rotation = (*TABLE.values(), None, None, None, 0, "")
     with pytest.raises(ValueError, match=r"qk_norm_rope: impl must be able to serve the tensors, got 'triton'"):
         torch.ops.fusewise.qk_norm_rope([Q], [W], *rotation, 1e-6, 0.0, "head", "triton")
+
+
+ROTATION = (*TABLE.values(), None, None, None, 0, Spec(rotary_dim=16).encode())
+STRIDED = torch.randn(32)[::2]
+STRIDES = re.escape(
+    "qk_norm_rope: a weight must have a contiguous last dimension (stride 1), got strides (2,); call .contiguous()"
+)
+
+
+def test_weights_of_an_exported_program_are_checked_again_for_native_code() -> None:
+    """It may get others than it was traced with, and kernels know no strides of weights."""
+    with pytest.raises(ValueError, match=STRIDES):
+        _native.planned((Q,), (torch.empty_like(Q),), [STRIDED], ROTATION, Norm(1e-6, 0.0, "head"))
+
+
+@pytest.mark.interpreter
+def test_weights_of_an_exported_program_are_checked_again_for_triton() -> None:
+    with pytest.raises(ValueError, match=STRIDES):
+        torch.ops.fusewise.qk_norm_rope([Q], [STRIDED], *ROTATION, 1e-6, 0.0, "head", "triton")
 
 
 def test_explain_dispatch() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..rope import _native as rope
 from ..rope._problem import Rotation, Spec, layout_dims
-from ._problem import Norm
+from ._problem import Norm, check_readable
 
 _PLAN = Struct("3q2d")
 _CALL = Struct("2q")
@@ -22,6 +22,7 @@ def planned(
 ) -> tuple[bytes, int]:
     """The packed plan, and the byte distance from cos to sin if both are in one tensor."""
     plan, sin_distance = rope.planned(xs, ys, rotation)
+    check_readable(weights)
     kinds = [rope.KINDS[x.dtype] for x in ((weights[0], weights[-1]) if weights else (xs[0], xs[-1]))]
     return plan + _PLAN.pack(*kinds, norm.over == "all", norm.eps, norm.weight_offset), sin_distance
 

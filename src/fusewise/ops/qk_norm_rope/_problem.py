@@ -6,10 +6,12 @@ each: D, or H · D of a token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
+from .._common import fail
 from ..rope._problem import layout_dims
 
 Over = Literal["head", "all"]
@@ -26,3 +28,12 @@ class Norm(NamedTuple):
     def width(self, x: Tensor, layout: str) -> int:
         """W, the number of weights for x."""
         return int(x.shape[-1]) if self.over == "head" else int(x.shape[-1] * x.shape[layout_dims(layout)[2]])
+
+
+def check_readable(weights: Sequence[Tensor]) -> None:
+    """Check again that kernels can read the weights, as `Problem.build` checks the other tensors: an exported program may get
+    others."""
+    for weight in weights:
+        if weight.stride(-1) != 1 and weight.shape[-1] > 1:
+            contract = "have a contiguous last dimension (stride 1)"
+            fail("qk_norm_rope", "a weight", contract, f"strides {weight.stride()}", "call .contiguous()")

@@ -22,7 +22,7 @@ from ..._shared.triton_launch import launches_directly
 from ..._shared.triton_launch import unavailable as unavailable
 from ..rope import _triton as rope
 from ..rope._problem import Problem, Rotation, Spec
-from ._problem import Norm
+from ._problem import Norm, check_readable
 from ._triton_backward import backward_kernel, sum_kernel
 from ._triton_kernel import forward_kernel
 
@@ -79,6 +79,7 @@ def arguments(
 ) -> tuple[Any, int, dict[str, Any], dict[str, int]]:
     """The kernel for a problem, the grid size, all arguments and the launch options. With `dys` it is the backward:
     then the problem maps x to dx, and `partials` are given if the weights need gradients."""
+    check_readable(weights)
     backward = bool(dys)
     config = config or choose(problem, norm, backward, processors)
     _, of_rope = rope.arguments(problem, processors)
