@@ -24,9 +24,8 @@ def _importing() -> Iterator[None]:
         os.write(2, b"interrupted\n")
         os._exit(130)
 
-    if (
-        signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):  # e.g. ignored, as in background jobs of a shell
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        # For example ignored, as in background jobs of a shell.
         yield
         return
     signal.signal(signal.SIGINT, leave)

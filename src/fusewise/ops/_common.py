@@ -142,9 +142,8 @@ def recorded_by_operators() -> bool:
 
 def apply_function(function: Any, *args: Any) -> Any:
     """`function.apply`, untyped in torch's stubs."""
-    if (
-        torch.compiler.is_compiling()
-    ):  # cannot trace a function that gets the same tensor twice (tied weights): pass a view
+    if torch.compiler.is_compiling():
+        # Dynamo cannot trace a function that gets the same tensor twice (tied weights): pass a view.
         args = tuple(
             a.view_as(a) if isinstance(a, Tensor) and any(a is b for b in args[:i]) else a for i, a in enumerate(args)
         )

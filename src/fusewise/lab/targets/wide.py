@@ -22,9 +22,8 @@ class _Widen(Mode):
         kwargs = dict(kwargs)
         if kwargs.get("dtype") in NARROW:
             kwargs["dtype"] = widened(kwargs["dtype"])
-        if (
-            isinstance(func, torch._ops.OpOverload) and not func._schema.is_mutable
-        ):  # tensors captured from outside; mutated ones keep their dtype
+        if isinstance(func, torch._ops.OpOverload) and not func._schema.is_mutable:
+            # Tensors captured from outside; mutated ones keep their dtype.
             args, kwargs = pytree.tree_map_only(
                 Tensor, lambda x: x.to(widened(x.dtype)) if x.dtype in NARROW else x, (args, kwargs)
             )
