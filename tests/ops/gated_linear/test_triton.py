@@ -204,8 +204,11 @@ def test_no_rows_start_nothing(monkeypatch: Any) -> None:
     assert not dbias.any()
 
 
-def compiled(kernel: Any, config: Any, arguments: dict[str, Any]) -> Any:
-    """A kernel compiled for sm_90 from the arguments of a launch."""
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+def compiled(kernel: Any, config: Any, arguments: dict[str, Any], target: GPUTarget = HOPPER) -> Any:
+    """A kernel compiled for a GPU from the arguments of a launch."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int], list[list[Any]]] = {}
@@ -223,9 +226,7 @@ def compiled(kernel: Any, config: Any, arguments: dict[str, Any]) -> Any:
             if value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[index,] = [["tt.divisibility", 16]]
     options = {"num_warps": config.num_warps, "num_stages": getattr(config, "num_stages", 3)}
-    return triton.compile(
-        ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32), options=options
-    )
+    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
 
 
 def resources(kernel: Any) -> tuple[int, Counter[str]]:
@@ -253,10 +254,10 @@ COMPILED = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
-@pytest.mark.parametrize(("epilogue", "tma", "config", "activation"), COMPILED, ids=str)
-def test_compiles_for_hopper_without_spills(epilogue: str, tma: bool, config: _triton.Config, activation: str) -> None:
+def compiled_epilogue(
+    epilogue: str, tma: bool, config: _triton.Config, activation: str, target: GPUTarget = HOPPER
+) -> Any:
+    """The kernel of a configuration, with bias and sums where its epilogue takes them."""
     dtype = torch.bfloat16
     rows, features, hidden = 4096, 1024, 4096
     x, preact, y = (
@@ -271,15 +272,21 @@ def test_compiles_for_hopper_without_spills(epilogue: str, tma: bool, config: _t
         _, arguments = _triton.down_arguments(
             x, w_down, halves, y, halves, config, 132, activation=activation, tma=tma, dbias=sums
         )  # fmt: skip
-        kernel = compiled(_triton.down_gradient_kernel, config, arguments)
-    else:
-        weight, bias = empty(2 * hidden, features, dtype=dtype), empty(2 * hidden, dtype=dtype)
-        _, arguments = _triton.linear_arguments(
-            x, Halves.of(SPEC, weight, None, bias), config, 132, epilogue=epilogue, activation=activation, tma=tma,
-            y=None if epilogue == "gradient" else y, preact=None if epilogue == "y" else halves,
-            dy=y if epilogue == "gradient" else None, dbias=sums if epilogue == "gradient" else None,
-        )  # fmt: skip
-        kernel = compiled(_triton.gated_linear_kernel, config, arguments)
+        return compiled(_triton.down_gradient_kernel, config, arguments, target)
+    weight, bias = empty(2 * hidden, features, dtype=dtype), empty(2 * hidden, dtype=dtype)
+    _, arguments = _triton.linear_arguments(
+        x, Halves.of(SPEC, weight, None, bias), config, 132, epilogue=epilogue, activation=activation, tma=tma,
+        y=None if epilogue == "gradient" else y, preact=None if epilogue == "y" else halves,
+        dy=y if epilogue == "gradient" else None, dbias=sums if epilogue == "gradient" else None,
+    )  # fmt: skip
+    return compiled(_triton.gated_linear_kernel, config, arguments, target)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+@pytest.mark.parametrize(("epilogue", "tma", "config", "activation"), COMPILED, ids=str)
+def test_compiles_for_hopper_without_spills(epilogue: str, tma: bool, config: _triton.Config, activation: str) -> None:
+    kernel = compiled_epilogue(epilogue, tma, config, activation)
     stack, instructions = resources(kernel)
     assert kernel.metadata.shared <= SHARED
     # A few spilled words outside the loop are harmless; the tiles for large problems have none.
@@ -290,6 +297,28 @@ def test_compiles_for_hopper_without_spills(epilogue: str, tma: bool, config: _t
         assert instructions["HGMMA"] and not instructions["HMMA"]
     else:
         assert instructions["HGMMA"] or instructions["HMMA"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+@pytest.mark.parametrize("rows", [1, 20, 64, 256, 4096])
+@pytest.mark.parametrize("epilogue", ["y", "preact", "gradient", "down"])
+@pytest.mark.parametrize(
+    ("target", "shared", "tma"),
+    [
+        (GPUTarget("cuda", 120, 32), 99 << 10, True),  # consumer Blackwell
+        (GPUTarget("cuda", 86, 32), 99 << 10, False),
+        (GPUTarget("hip", "gfx942", 64), 64 << 10, False),  # MI300
+    ],
+    ids=lambda value: value.arch if isinstance(value, GPUTarget) else "",
+)
+def test_a_gpu_with_less_shared_memory_gets_what_fits(
+    target: GPUTarget, shared: int, tma: bool, epilogue: str, rows: int
+) -> None:
+    config = _triton.choose(rows, 4096, 128, shared, epilogue=epilogue, tma=tma)
+    found = compiled_epilogue(epilogue, tma, config, "silu", target).metadata.shared
+    assert found <= _triton.shared_bytes(config, epilogue=epilogue, tma=tma) <= shared
+    assert config.num_stages >= 3
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")

@@ -128,6 +128,9 @@ def _serving_any_device(problem: Problem, impl: str, target: str) -> Iterator[No
         if hasattr(module, "_has_tma"):
             has_tma = triton_kernels.capability(target) >= 90
             stack.enter_context(mock.patch.object(module, "_has_tma", return_value=has_tma))
+        if hasattr(module, "shared_of"):
+            kib = triton_kernels.SHARED_KIB.get(triton_kernels.capability(target), 99)
+            stack.enter_context(mock.patch.object(module, "shared_of", return_value=kib << 10))
         if FOLDERS[problem.op] == "gated_linear" and impl != "cpu":  # whose products differ from a CPU's
             devices = {*_products.DEVICES, problem.device.type}
             stack.enter_context(mock.patch.object(_products, "DEVICES", tuple(devices)))

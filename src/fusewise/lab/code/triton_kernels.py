@@ -34,6 +34,9 @@ _WRITTEN = {
     "ttng.async_tma_copy_local_to_global", "ttng.async_tma_store", "ttng.async_tma_scatter",
 }  # fmt: skip
 _BOTH = {"tt.atomic_rmw", "tt.atomic_cas", "tt.descriptor_reduce", "ttng.async_tma_reduce"}
+#: KiB of shared memory that a thread block may have, by compute capability (CUDA programming guide, table of technical
+#: specifications).
+SHARED_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 _LOCATE = {"mlir": locations.mlir, "llvm": locations.llvm, "ptx": locations.ptx}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,8 @@ from ._triton_gate import copy_into as copy_into  # of the interface
 from ._triton_gate import gate_gradient_into as gate_gradient_into
 from ._triton_kernel import down_gradient_kernel, gated_linear_kernel
 
-SHARED = 216 << 10  # bytes of shared memory available to a pipeline on the largest device
+SHARED = 227 << 10  # bytes of shared memory that a program may have on Hopper
+FEWEST_STAGES = 3  # with fewer, loads would not overlap the matmul: rather a smaller tile
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,27 @@ _FEW_ROWS_DOWN = {
 }  # fmt: skip
 
 
-def _for_few_rows(rows: int, hidden: int, processors: int, *, down: bool) -> Config:
+def shared_bytes(config: Config, *, epilogue: str, tma: bool) -> int:
+    """Shared memory of a program, from what Triton allocates: a buffer per stage but one, and with TMA a tile of the output,
+    barriers and their alignment. Hopper's matmuls may need one buffer more, for which its limit has room."""
+    loaded = config.block_m + (1 if epilogue == "down" else 2) * config.block_f
+    stored = config.block_m * config.block_f // (2 if config.split else 1) * 2 + 1024 if tma else 0
+    return (config.num_stages - 1) * loaded * config.block_d * 2 + stored
+
+
+@functools.cache
+def shared_of(device: int) -> int:
+    """Bytes of shared memory that a program may have on the GPU with this index; an H200's if there is none (-1)."""
+    if device < 0:
+        return SHARED
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
+
+
+def _for_few_rows(rows: int, hidden: int, processors: int, shared: int, *, epilogue: str, tma: bool) -> Config:
     """Up to 64 rows, reading the weight dominates, at full rate as long as every SM has programs. So the first tile of
     which all programs run at once; else the one whose last programs keep the most SMs busy."""
-    known = (_FEW_ROWS_DOWN if down else _FEW_ROWS)[max(16, triton.next_power_of_2(rows))]
+    tiles = (_FEW_ROWS_DOWN if epilogue == "down" else _FEW_ROWS)[max(16, triton.next_power_of_2(rows))]
+    known = [(config, n) for config, n in tiles if shared_bytes(config, epilogue=epilogue, tma=tma) <= shared]
     for config, resident in known:
         if triton.cdiv(hidden, config.block_f) <= resident * processors:
             return config
@@ -96,17 +114,23 @@ def _for_few_rows(rows: int, hidden: int, processors: int, *, down: bool) -> Con
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(rows: int, hidden: int, processors: int, *, epilogue: str, tma: bool = True) -> Config:
+def choose(rows: int, hidden: int, processors: int, shared: int = SHARED, *, epilogue: str, tma: bool = True) -> Config:
     """Heuristic configuration of the GEMM kernels for a shape and device: up to 64 rows see `_for_few_rows`; above, the tile
-    with the least estimated time (see `_waves`)."""
+    with the least estimated time (see `_waves`), with as many stages as fit into `shared` bytes."""
     if rows <= 64:
-        return _for_few_rows(rows, hidden, processors, down=epilogue == "down")
+        return _for_few_rows(rows, hidden, processors, shared, epilogue=epilogue, tma=tma)
     candidates = [Config(128, 64, 64, 8, 4), Config(64, 64, 64, 4, 4)]
     if tma:
         candidates.append(Config(128, 128, 64, 8, 4 if epilogue == "y" else 3, split=True))
     elif epilogue in ("y", "preact"):  # the other epilogues would spill registers for addresses
         candidates.append(Config(128, 128, 64, 8, 3))
-    return min(candidates, key=lambda c: _waves(c, rows, hidden, processors))
+    fitting = [
+        replace(config, num_stages=stages)
+        for config in candidates
+        for stages in range(config.num_stages, FEWEST_STAGES - 1, -1)
+        if shared_bytes(replace(config, num_stages=stages), epilogue=epilogue, tma=tma) <= shared
+    ]
+    return min(fitting, key=lambda c: _waves(c, rows, hidden, processors))  # of equal ones the first, with most stages
 
 
 def _waves(config: Config, rows: int, hidden: int, processors: int) -> float:
@@ -116,21 +140,26 @@ def _waves(config: Config, rows: int, hidden: int, processors: int) -> float:
     return float(triton.cdiv(tiles, processors) * config.block_m * config.block_f * (1 + 32 * reads))
 
 
-def configurations(rows: int, hidden: int, processors: int, *, epilogue: str, tma: bool) -> list[Config]:
+def configurations(
+    rows: int, hidden: int, processors: int, shared: int = SHARED, *, epilogue: str, tma: bool
+) -> list[Config]:
     """Search space of `fusewise tune` for a GEMM kernel, the heuristic's choice first."""
-    chosen = choose(rows, hidden, processors, epilogue=epilogue, tma=tma)
+    chosen = choose(rows, hidden, processors, shared, epilogue=epilogue, tma=tma)
     if rows <= 64:
-        few = [
+        others = [
             Config(chosen.block_m, f, d, 4, s, group_m=1)
             for f, d, s in itertools.product((16, 32, 64), (64, 128, 256), (2, 3, 4, 5))
         ]
-        others = [c for c in few if c.num_stages * (c.block_m + 2 * c.block_f) * c.block_d * 2 <= SHARED]
     else:
         tiles = itertools.product(
             ((128, 128, 8), (128, 64, 8), (64, 128, 4), (64, 64, 4), (256, 64, 8)), (3, 4), (4, 8, 16)
         )
         others = [Config(m, f, 64, w, s, g, split=tma and f == 128) for (m, f, w), s, g in tiles]
-    return list(dict.fromkeys([chosen, *others]))
+
+    def fits(config: Config) -> bool:  # with the buffer more that Hopper may need
+        return shared_bytes(replace(config, num_stages=config.num_stages + 1), epilogue=epilogue, tma=tma) <= shared
+
+    return list(dict.fromkeys([chosen, *filter(fits, others)]))
 
 
 def _space(key: Key, device: int) -> list[Any]:
@@ -139,7 +168,8 @@ def _space(key: Key, device: int) -> list[Any]:
     known = key.kernel in ("y", "preact", "gradient", "down") and key.way in ("tma", "pointers")
     if not known or key.dtype == torch.float32:  # whose products are the library's
         return []
-    return configurations(key.rows, key.hidden, processors_of(device), epilogue=key.kernel, tma=key.way == "tma")
+    tma = key.way == "tma"
+    return configurations(key.rows, key.hidden, processors_of(device), shared_of(device), epilogue=key.kernel, tma=tma)
 
 
 TUNED: Tuned[Any] = Tuned(
@@ -152,7 +182,7 @@ TUNED: Tuned[Any] = Tuned(
 
 @functools.cache
 def _has_tma(device: int) -> bool:
-    return device < 0 or torch.cuda.get_device_capability(device)[0] >= 9
+    return device < 0 or (torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9)
 
 
 def path(x: Tensor, halves: Halves) -> str:
@@ -254,7 +284,7 @@ def product_key(epilogue: str, x: Tensor, hidden: int, tma: bool) -> Key:
 def _configure(epilogue: str, x: Tensor, hidden: int, tma: bool) -> Config:
     device = x.get_device()
     found: Config | None = TUNED.find(device, product_key(epilogue, x, hidden, tma))
-    return found or choose(x.shape[0], hidden, processors_of(device), epilogue=epilogue, tma=tma)
+    return found or choose(x.shape[0], hidden, processors_of(device), shared_of(device), epilogue=epilogue, tma=tma)
 
 
 def _linear(
