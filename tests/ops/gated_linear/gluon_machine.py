@@ -87,14 +87,17 @@ class Pointer:
     def __add__(self, other: Any) -> Pointer:
         return Pointer(self.memory, self.offset + raw(other))
 
-    def load(self, mask: Any, other: float) -> Value:
-        inside = raw(mask).expand(self.offset.shape)
+    def load(self, mask: Any = True, other: float = 0, volatile: bool = False) -> Value:
+        inside = torch.as_tensor(raw(mask)).expand(self.offset.shape)
         found = self.memory[torch.where(inside, self.offset, 0)]  # raises for an out-of-bounds address
         return Value(torch.where(inside, found, torch.tensor(other, dtype=found.dtype)))
 
     def store(self, value: Any, mask: Any) -> None:
         inside = raw(mask).expand(self.offset.shape)
         self.memory[self.offset[inside]] = raw(value).to(self.memory.dtype).expand(self.offset.shape)[inside]
+
+    def atomic_add(self, value: int, sem: str) -> None:
+        self.memory[self.offset] += value
 
 
 def pointer(x: Tensor | None) -> Pointer | None:
@@ -312,19 +315,21 @@ class Machine:
             float32=torch.float32, int32=torch.int32, int64=torch.int64, static_range=range, to_tensor=Value,
             program_id=lambda _: Value(self.program), num_programs=lambda _: self.programs, num_warps=lambda: 4,
             cdiv=lambda a, b: -(-raw(a) // raw(b)), minimum=lambda a, b: Value(min(int(raw(a)), int(raw(b)))),
+            maximum=lambda a, b: Value(max(int(raw(a)), int(raw(b)))), atomic_add=Pointer.atomic_add,
             where=lambda c, a, b: Value(torch.where(raw(c), torch.as_tensor(raw(a)), torch.as_tensor(raw(b)))),
             zeros=lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype)),
             arange=lambda a, b, layout: Value(torch.arange(a, b)), expand_dims=lambda x, dim: Value(x.value.unsqueeze(dim)),
             sum=lambda x, dim: Value(x.value.sum(dim)), abs=lambda x: Value(x.value.abs()),
             convert_layout=lambda x, layout, assert_trivial=False: x,
-            load=lambda p, mask, other: p.load(mask, other), store=lambda p, value, mask: p.store(value, mask),
+            load=Pointer.load, store=lambda p, value, mask: p.store(value, mask),
             allocate_shared_memory=allocate, warp_specialize=self.specialize,
         )  # fmt: skip
         for name in vars(language):
             if name.endswith("Layout"):
                 setattr(gl, name, lambda *_: None)
         namespace: dict[str, Any] = {
-            "gl": gl, "range": range_, "SUMS": None, "PIECE": None, "tma_load": self.load, "_tma_store": self.store, "fence_async_shared": lambda: None,
+            "gl": gl, "range": range_, "SUMS": None, "PIECE": None,
+            "EARLY": _gluon_kernel.EARLY.value, "POLLS": _gluon_kernel.POLLS.value, "tma_load": self.load, "_tma_store": self.store, "fence_async_shared": lambda: None,
             "_barrier": lambda: None,
             "tma": SimpleNamespace(store_wait=self.store_wait),
             "mbarrier": SimpleNamespace(

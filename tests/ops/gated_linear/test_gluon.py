@@ -8,6 +8,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +23,11 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 import fusewise
 from fusewise.lab.truth import errors
+from fusewise.ops._tuned import Key
 from fusewise.ops.gated_linear import _autograd, _cuda, _gluon, _gluon_few, _op, geglu_linear, reference
 from fusewise.ops.gated_linear._problem import ACTIVATIONS, Halves, Spec, new_preact, split_preact
 
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+NAMES = {torch.int32: "i32", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARED = 227 * 1024  # bytes of shared memory a program may have on sm_90
 # Bytes of code, mostly the loops of the two warp groups: beyond 128 KiB they miss the instruction cache.
 INSTRUCTIONS = 80 * 1024
@@ -60,6 +62,36 @@ def test_the_elementwise_kernel_fills_the_device(sums: bool) -> None:
         programs = -(-rows // config.rows) * -(-hidden // config.block_f)
         assert config.rows == config.block_m or programs >= 2 * 132
         assert _gluon.gate_configurations(rows, hidden, 132, sums=sums)[0] == config
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "rows", "depth", "hidden", "drifts"),
+    [
+        ("y", 1024, 4096, 14336, False), ("y", 16384, 1024, 4096, False), ("y", 1024, 3072, 24576, True), ("y", 65536, 640, 2560, True),
+        ("preact", 4096, 1536, 6144, False), ("preact", 65536, 640, 2560, False), ("preact", 16384, 1280, 5120, True),
+        ("gradient", 4096, 2048, 8192, False), ("gradient", 4096, 2048, 16384, True),
+        ("down", 16384, 3072, 12288, False), ("down", 16384, 4096, 14336, True),
+    ],
+)  # fmt: skip
+def test_programs_keep_in_step_where_that_took_less_time(
+    epilogue: str, rows: int, depth: int, hidden: int, drifts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an H100: notes/gated-linear-h200.md. An H200, with faster memory, need not."""
+    assert _gluon.drifts(epilogue, rows, depth, hidden, 132) == drifts
+    key = Key(epilogue, torch.bfloat16, "", rows, depth, hidden)
+    assert not _gluon._default(key, -1).in_step
+    monkeypatch.setattr(_gluon, "_has_fast_memory", lambda _: False)
+    assert _gluon._default(key, -1).in_step == drifts
+
+
+@pytest.mark.parametrize(
+    ("clock", "width", "fast"), [(2619000, 5120, False), (3201000, 6144, True)], ids=["H100", "H200"]
+)
+def test_the_memory_of_an_h200_is_fast(clock: int, width: int, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = {"mem_clock_rate": clock, "mem_bus_width": width}
+    utils = SimpleNamespace(get_device_properties=lambda _: properties)
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils))
+    assert _gluon._has_fast_memory.__wrapped__(0) == fast
 
 
 def test_with_sums_little_is_left_to_reduce() -> None:
@@ -181,15 +213,15 @@ def machine_code(kernel: Any) -> tuple[int, int, Counter[str]]:
 
 
 COMPILED = [
-    *itertools.product(EPILOGUES, ("gelu_tanh",), (torch.bfloat16,)),
-    *itertools.product(("gradient", "down"), ("gelu",), (torch.bfloat16,)),
-    ("y", "silu", torch.float16),
+    *itertools.product(EPILOGUES, ("gelu_tanh",), (torch.bfloat16,), (False,)),
+    *itertools.product(("gradient", "down"), ("gelu",), (torch.bfloat16,), (True,)),
+    ("y", "silu", torch.float16, True),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
-@pytest.mark.parametrize(("epilogue", "activation", "dtype"), COMPILED, ids=str)
-def test_compiles_for_hopper_without_spills(epilogue: str, activation: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("epilogue", "activation", "dtype", "in_step"), COMPILED, ids=str)
+def test_compiles_for_hopper_without_spills(epilogue: str, activation: str, dtype: torch.dtype, in_step: bool) -> None:
     rows, features, hidden = 4096, 1024, 4096
     x, y, preact = (
         empty(rows, features, dtype=dtype),
@@ -201,10 +233,11 @@ def test_compiles_for_hopper_without_spills(epilogue: str, activation: str, dtyp
     down, gradient = epilogue == "down", epilogue == "gradient"
     _, arguments = _gluon.arguments(
         x, empty(features, hidden, dtype=dtype) if down else halves.value, None if down else halves.gate,
-        _gluon.choose(epilogue), 132, epilogue=epilogue, activation=activation,
+        _gluon.choose(epilogue, in_step=in_step), 132, epilogue=epilogue, activation=activation,
         hidden=hidden, y=None if gradient else y, outputs=(None, None) if epilogue == "y" else outputs,
         inputs=outputs if down else (y, None) if gradient else (None, None),
         bias=(None, None) if down else (halves.value_bias, halves.gate_bias), sums=sums if down or gradient else None,
+        arrivals=empty(1, dtype=torch.int32) if in_step else None,
     )  # fmt: skip
     kernel = compiled(_gluon.gated_linear_kernel, arguments)
     stack, code, instructions = machine_code(kernel)
@@ -219,6 +252,7 @@ def test_compiles_for_hopper_without_spills(epilogue: str, activation: str, dtyp
     stored = {"y": 2 * 1, "preact": 2 * 3, "gradient": 2, "down": 3}[epilogue]
     assert sum(n for name, n in instructions.items() if name.startswith("UTMASTG")) == 2 * stored
     assert any(name.startswith("STSM") for name in instructions)
+    assert instructions["REDG.E.ADD.STRONG.GPU"] == in_step
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
@@ -399,6 +433,29 @@ class TestOnHopper:
         for mine, other in zip(*results, strict=True):
             difference = errors([mine], [other.double()])
             assert difference.rms <= 2e-2 and difference.max <= 5e-2
+
+    def test_launches_in_step_may_overlap_and_be_replayed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """More of them than there are counters, on streams whose programs wait for SMs, and in a CUDA graph."""
+        config = _gluon.choose("y", in_step=True)
+        monkeypatch.setattr(_gluon, "choose", lambda *_, **__: config)
+        x, weight, bias, _ = make(4096, 136, 1024, torch.bfloat16)
+        expected = geglu_linear(x, weight, bias, impl="gluon")
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        found = []
+        for _ in range(_gluon.COUNTERS):
+            for stream in streams:
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    found.append(geglu_linear(x, weight, bias, impl="gluon"))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = geglu_linear(x, weight, bias, impl="gluon")
+        for _ in range(3):
+            captured.fill_(torch.nan)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(captured, expected)
+        assert all(torch.equal(y, expected) for y in found)
 
     def test_a_repeated_call_finds_other_addresses(self) -> None:
         """A cached launch plan holds no tensor."""

@@ -45,10 +45,22 @@ def run(
 ) -> None:  # fmt: skip
     config = config or _gluon.choose(epilogue)
     given = {"y": None, "outputs": (None, None), "inputs": (None, None), "bias": (None, None), "sums": None, **tensors}
+    arrivals = torch.zeros(1, dtype=torch.int32) if config.in_step else None
     grid, arguments = _gluon.arguments(
-        x, value, gate, config, programs, epilogue=epilogue, activation=spec.activation, hidden=hidden, **given
+        x,
+        value,
+        gate,
+        config,
+        programs,
+        epilogue=epilogue,
+        activation=spec.activation,
+        hidden=hidden,
+        arrivals=arrivals,
+        **given,
     )
     gluon_machine.launch("gated_linear_kernel", grid, arguments, timing)
+    if arrivals is not None:  # once for each tile
+        assert arrivals == -(-x.shape[0] // 128) * -(-hidden // _gluon.columns(epilogue))
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float = 0.0) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,11 @@ NUM_WARPS = 4
 FEW_ROWS = 64  # up to which, with gradients, tiles would be mostly padding
 PROGRAMS_EACH = 4  # programs of the elementwise kernel per SM
 DTYPES = (torch.bfloat16, torch.float16)
+# Per epilogue, the k-steps of a program from which on, and those of a tile, programs that drift apart cost more than keeping
+# them in step does: measured on an H100. With the memory of an H200, 1.4 times as fast, they do not cost more.
+DRIFT = {"y": (1100, 1), "preact": (1000, 20), "gradient": (1100, 1), "down": (3500, 64)}
+FAST_MEMORY = 4e12  # bytes/s from which on programs may drift apart
+COUNTERS = 64  # used in turn, since launches on several streams may overlap
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ class Config:
     ahead: int  # input pieces of the epilogue that a warpgroup prefetches; 0 if it has no inputs
     block_d: int = 64
     group_m: int = 8
+    in_step: bool = False  # whether programs begin each wave of tiles together
 
 
 def columns(epilogue: str) -> int:
@@ -59,13 +66,45 @@ def columns(epilogue: str) -> int:
 def configurations(epilogue: str) -> list[Config]:
     """All configurations worth trying."""
     read = {"y": [], "preact": [], "gradient": [Config(6, 1)], "down": [Config(4, 2)]}[epilogue]
-    return [replace(config, group_m=group_m) for config in (choose(epilogue), *read) for group_m in (4, 8, 16)]
+    return [
+        replace(config, group_m=group_m, in_step=in_step)
+        for config in (choose(epilogue), *read) for group_m in (4, 8, 16) for in_step in (False, True)
+    ]  # fmt: skip
 
 
-def choose(epilogue: str) -> Config:
-    """Configuration of the GEMM, the same for every shape. The ring gets the shared memory that the epilogue's slots
-    leave; one stage fewer costs up to a tenth."""
-    return {"y": Config(6, 0), "preact": Config(6, 0), "gradient": Config(5, 2), "down": Config(5, 1)}[epilogue]
+def choose(epilogue: str, *, in_step: bool = False) -> Config:
+    """Configuration of the GEMM, for every shape but for `in_step`. The ring gets the shared memory that the epilogue's
+    slots leave; one stage fewer costs up to a tenth."""
+    stages, ahead = {"y": (6, 0), "preact": (6, 0), "gradient": (5, 2), "down": (5, 1)}[epilogue]
+    return Config(stages, ahead, in_step=in_step)
+
+
+def drifts(epilogue: str, rows: int, depth: int, hidden: int, processors: int) -> bool:
+    """Whether programs compute so many tiles that by drifting apart they lose more than by waiting for each other."""
+    least, least_of_tile = DRIFT[epilogue]
+    tiles: int = triton.cdiv(rows, ROWS) * triton.cdiv(hidden, columns(epilogue))
+    steps: int = triton.cdiv(depth, 64)
+    return steps >= least_of_tile and tiles * steps >= least * processors
+
+
+@functools.cache
+def _has_fast_memory(device: int) -> bool:
+    if device < 0:  # as an H200
+        return True
+    of = triton.runtime.driver.active.utils.get_device_properties(device)
+    return bool(2e3 * of["mem_clock_rate"] * of["mem_bus_width"] / 8 >= FAST_MEMORY)  # two bits per cycle and wire
+
+
+def _default(key: Key, device: int) -> Config:
+    """The heuristic's choice for the GEMM of a launch."""
+    size = key.rows, key.inner, key.hidden, processors_of(device)
+    return choose(key.kernel, in_step=not _has_fast_memory(device) and drifts(key.kernel, *size))
+
+
+@functools.cache
+def _counters(device: int) -> Iterator[Tensor]:
+    """For `arrivals`, each aligned to 16 bytes, so that all launches share a kernel."""
+    return itertools.cycle(torch.empty((COUNTERS, 4), dtype=torch.int32, device=f"cuda:{device}").unbind())
 
 
 def choose_gate(rows: int, hidden: int, processors: int, *, sums: bool) -> GateConfig:
@@ -97,7 +136,7 @@ def _space(key: Key, device: int) -> list[Any]:
         return gate_configurations(key.rows, key.hidden, processors_of(device), sums=key.way == "sums")
     if key.kernel not in ("y", "preact", "gradient", "down"):
         return []
-    return list(dict.fromkeys([choose(key.kernel), *configurations(key.kernel)]))
+    return list(dict.fromkeys([_default(key, device), *configurations(key.kernel)]))
 
 
 TUNED: Tuned[Any] = Tuned(
@@ -159,10 +198,10 @@ def _map(x: Tensor | None, block: tuple[int, int]) -> Any:
 def arguments(
     x: Tensor, value: Tensor, gate: Tensor | None, config: Config, processors: int, *, epilogue: str, activation: str,
     hidden: int, y: Tensor | None, outputs: Sequence[Tensor | None], inputs: Sequence[Tensor | None],
-    bias: tuple[Tensor | None, Tensor | None], sums: Tensor | None,
+    bias: tuple[Tensor | None, Tensor | None], sums: Tensor | None, arrivals: Tensor | None = None,
 ) -> tuple[int, dict[str, Any]]:  # fmt: skip
     """Grid size and all arguments of `gated_linear_kernel`. `outputs` are u and g or their gradients, `inputs` the
-    inputs of the epilogue: dy, or u and g."""
+    inputs of the epilogue: dy, or u and g; `arrivals` a zero, if programs keep in step."""
     rows, features = x.shape
     width = columns(epilogue)
     block_w = (config.block_d, width) if epilogue == "down" else (width, config.block_d)
@@ -171,7 +210,8 @@ def arguments(
         "x_map": _map(x, (ROWS, config.block_d)), "w_value_map": _map(value, block_w), "w_gate_map": _map(gate, block_w),
         "y_map": _map(y, PIECE), "u_map": _map(u, PIECE), "g_map": _map(g, PIECE),
         "first_map": _map(inputs[0], PIECE), "second_map": _map(inputs[1], PIECE),
-        "b_value_ptr": bias[0], "b_gate_ptr": bias[1], "dbias_ptr": sums, "M": rows, "F": hidden, "D": features,
+        "b_value_ptr": bias[0], "b_gate_ptr": bias[1], "dbias_ptr": sums, "arrivals_ptr": arrivals,
+        "M": rows, "F": hidden, "D": features,
         "stride_b_value": 0 if bias[0] is None else bias[0].stride(0),
         "stride_b_gate": 0 if bias[1] is None else bias[1].stride(0),
         "EPILOGUE": epilogue, "ACTIVATION": activation, "HAS_BIAS": bias[0] is not None, "BIAS_GRAD": sums is not None,
@@ -198,18 +238,20 @@ def _launch(
     written = (y, *(outputs or (None, None)))
     buffers = tuple(each(aligned_output, *written))
     matrices = (x, value, gate, *buffers, *read)
-    pointers = (*bias, sums)
+    size = Key(epilogue, x.dtype, "", rows, x.shape[1], hidden)
+    config: Config = TUNED.find(device, size) or _default(size, device)
+    arrivals = next(_counters(device)).zero_() if config.in_step else None
+    pointers = (*bias, sums, arrivals)
     key = (
-        epilogue, activation, device, x.dtype, TUNED.state,
+        epilogue, activation, device, x.dtype, config,
         *[None if t is None else (t.shape, t.stride()) for t in matrices],
         *[None if t is None else (t.stride(), t.data_ptr() & 15) for t in pointers],
     )  # fmt: skip
 
     def called() -> tuple[int, dict[str, Any]]:
-        found: Config | None = TUNED.find(device, Key(epilogue, x.dtype, "", rows, x.shape[1], hidden))
         return arguments(
-            x, value, gate, found or choose(epilogue), processors_of(device), epilogue=epilogue, activation=activation,
-            hidden=hidden, y=buffers[0], outputs=buffers[1:], inputs=read, bias=bias, sums=sums,
+            x, value, gate, config, processors_of(device), epilogue=epilogue, activation=activation,
+            hidden=hidden, y=buffers[0], outputs=buffers[1:], inputs=read, bias=bias, sums=sums, arrivals=arrivals,
         )  # fmt: skip
 
     _start(gated_linear_kernel, key, device, matrices, pointers, called)

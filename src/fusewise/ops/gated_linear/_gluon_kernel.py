@@ -44,6 +44,8 @@ tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 _tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # among a warpgroup's warps
 
+EARLY = gl.constexpr(4)  # k-steps before the end of a tile that a producer arrives at the end of a wave
+POLLS = gl.constexpr(64)  # about 50 µs
 # Register layout of a piece, as in the accumulator.
 PIECE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 # Layout of a piece for column sums: each thread holds two columns by sixteen rows, so that a warp's shared memory reads
@@ -90,8 +92,21 @@ def next_slot(slot, phase, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _produce(maps, memory, ready, free, sizes, EPILOGUE: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr):  # fmt: skip
-    """Producer warp: fill the ring buffer with the operands of all tiles of this program."""
+def _wait_for(arrivals, due, polls):
+    """Wait until `due` have arrived, reading their number up to `polls` times. Returns `polls`, or 0 if they have not."""
+    tries = gl.to_tensor(0)
+    while (tries < polls) & (gl.load(arrivals, volatile=True) < due):
+        tries += 1
+    return gl.where(tries < polls, polls, 0)
+
+
+@gluon.jit
+def _produce(maps, memory, ready, free, arrivals, sizes, EPILOGUE: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr):  # fmt: skip
+    """Producer warp: fill the ring buffer with the operands of all tiles of this program.
+
+    With `arrivals`, a zeroed counter in global memory, the producers of all programs begin a wave of tiles together, once
+    all are close to the end of the wave before: programs that drift apart share less of what they read. It is a hint, no
+    result depends on it: a producer that waited in vain, because others do not run yet, does not wait again."""
     x_map, first_map, second_map = maps
     x_ring, w_ring = memory
     M, F, D = sizes
@@ -100,9 +115,18 @@ def _produce(maps, memory, ready, free, sizes, EPILOGUE: gl.constexpr, BLOCK_D: 
     tiles_f = gl.cdiv(F, COLUMNS)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # the ring starts empty: a wait on the phase before the first passes
+    due = gl.to_tensor(0)
+    polls = gl.to_tensor(POLLS)
+    near_end = gl.maximum(0, gl.cdiv(D, BLOCK_D) - EARLY) * BLOCK_D
     for tile in range(gl.program_id(0), tiles_m * tiles_f, gl.num_programs(0)):
         tile_m, tile_f = _tile(tile, tiles_m, tiles_f, GROUP_M)
+        if arrivals is not None:
+            polls = _wait_for(arrivals, due, polls)
+            due += gl.num_programs(0)
         for d in range(0, D, BLOCK_D):
+            if arrivals is not None:  # noqa: SIM102 - a compile-time condition around a run-time one
+                if d == near_end:
+                    gl.atomic_add(arrivals, 1, sem="relaxed")
             mbarrier.wait(free.index(slot), phase)
             full = ready.index(slot)
             mbarrier.expect(full, 2 * 128 * BLOCK_D * 2)
@@ -340,7 +364,7 @@ def _name(proxy: Any) -> str:
 @gluon.jit(repr=_name, do_not_specialize=["M", "F", "D"])
 def gated_linear_kernel(
     x_map, w_value_map, w_gate_map, y_map, u_map, g_map, first_map, second_map, b_value_ptr, b_gate_ptr, dbias_ptr,
-    M, F, D, stride_b_value, stride_b_gate,
+    arrivals_ptr, M, F, D, stride_b_value, stride_b_gate,
     EPILOGUE: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, BIAS_GRAD: gl.constexpr,
     BLOCK_D: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
@@ -375,7 +399,7 @@ def gated_linear_kernel(
         [
             (_first_group, (maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, turns, sizes, EPILOGUE, ACTIVATION, HAS_BIAS, BIAS_GRAD, BLOCK_D, STAGES, AHEAD, GROUP_M)),
             (_second_group, (maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, turns, sizes, EPILOGUE, ACTIVATION, HAS_BIAS, BIAS_GRAD, BLOCK_D, STAGES, AHEAD, GROUP_M)),
-            (_produce, ((x_map, w_value_map, w_gate_map), memory, ready, free, sizes, EPILOGUE, BLOCK_D, STAGES, GROUP_M)),
+            (_produce, ((x_map, w_value_map, w_gate_map), memory, ready, free, arrivals_ptr, sizes, EPILOGUE, BLOCK_D, STAGES, GROUP_M)),
         ],
         [4, 1],
         [240, 24],
