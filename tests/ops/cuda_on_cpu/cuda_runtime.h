@@ -91,7 +91,7 @@ constexpr size_t STACK = 64 << 10, SHARED = 256 << 10, WARP = 32;
 constexpr unsigned CLUSTER = 2;  // blocks of a cluster, as which kernels run that ask for shared memory in a launch of three brackets
 
 inline bool backwards = false, late = false;
-inline int processors = 132;
+inline int processors = 132, shared = 227 << 10;
 inline int mistake = -1;  // which one a kernel makes, of those that a test has put in its source
 inline bool context = false;  // whether this thread has called what makes the device's context its own
 inline bool early = false;    // whether the kernel may have started before the one ahead has ended
@@ -256,7 +256,7 @@ inline float __shfl_sync(uint32_t, float mine, int lane) {
 // --- The runtime -----------------------------------------------------------------------------------------------------
 
 struct cudaFuncAttributes {};
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrComputeCapabilityMajor };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrComputeCapabilityMajor, cudaDevAttrMaxSharedMemoryPerBlockOptin };
 enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
@@ -278,7 +278,7 @@ inline cudaError_t last_error = cudaSuccess;
 inline cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount ? on_cpu::processors : 9;
+  *value = attribute == cudaDevAttrMultiProcessorCount ? on_cpu::processors : attribute == cudaDevAttrComputeCapabilityMajor ? 9 : on_cpu::shared;
   return cudaSuccess;
 }
 template <class T>
@@ -291,7 +291,7 @@ enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int bytes) {
   on_cpu::context = true;
-  return bytes <= 227 << 10 ? cudaSuccess : cudaErrorInvalidValue;
+  return bytes <= on_cpu::shared ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 template <class... P, class... A>
@@ -325,10 +325,11 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   return on_cpu::launch_in(1, kernel, config->gridDim, config->blockDim, params);  // no attribute of ours makes clusters
 }
 
-// What the tests choose: the order of threads and blocks, how many multiprocessors the device says it has, whether what is
-// asynchronous is done as late as it may be, and the mistake that is made. The next call to CUDA is the first of its thread.
+// What the tests choose: the order of threads and blocks, how many multiprocessors the device says it has and how much shared memory a
+// block, whether what is asynchronous is done as late as it may be, and the mistake that is made. The next call to CUDA is the first of
+// its thread.
 // Weak: one definition for all sources of a library.
-extern "C" __attribute__((visibility("default"), weak)) void fusewise_on_cpu(bool backwards, int processors, bool late, int mistake) {
-  on_cpu::backwards = backwards, on_cpu::processors = processors, on_cpu::late = late, on_cpu::context = false;
-  on_cpu::mistake = mistake;
+extern "C" __attribute__((visibility("default"), weak)) void fusewise_on_cpu(bool backwards, int processors, int shared, bool late, int mistake) {
+  on_cpu::backwards = backwards, on_cpu::processors = processors, on_cpu::shared = shared, on_cpu::late = late;
+  on_cpu::context = false, on_cpu::mistake = mistake;
 }

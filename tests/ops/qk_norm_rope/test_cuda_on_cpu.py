@@ -109,6 +109,27 @@ def test_gradients(case: NormCase, monkeypatch: pytest.MonkeyPatch) -> None:
             check(made, "cuda")
 
 
+@pytest.mark.parametrize(("shared", "processors", "blocks"), [(227, 1, 1), (227, 7, 5), (105, 1, 1), (104, 1, None)])
+def test_a_backward_takes_what_the_device_has(
+    shared: int, processors: int, blocks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of 50 heads stages 104 KiB, too much for a block on consumers' GPUs: there another kernel serves it. Where SMs are
+    few, a block has several rows."""
+    made = build(case("row-of-50", ALL, batch=1, tokens=9, head_dim=128, heads=50, kv_heads=2, dtype="bf16"))
+    served: list[bool] = []
+    partials: list[int] = []
+    backward, empty = _cuda.backward, torch.empty
+    monkeypatch.setattr(_cuda, "OTHERWISE", "reference")
+    monkeypatch.setattr(_cuda, "backward", lambda *call: served.append(backward(*call)) or served[-1])
+    monkeypatch.setattr(
+        torch, "empty", lambda *a, **k: partials.extend(i for i in a if isinstance(i, int)) or empty(*a, **k)
+    )
+    with cuda_on_cpu.serving(_cuda, _op.choice, kernels().plays(shared=shared << 10, processors=processors)):
+        check(made, "cuda")
+    assert served == [blocks is not None]
+    assert blocks is None or partials == [128 * (50 * blocks + 2)]
+
+
 @pytest.mark.parametrize("norm", ["head", "all"])
 def test_a_token_does_not_depend_on_the_others(norm: str) -> None:
     one = build(NormCase(Case(name="one", batch=1, tokens=1, head_dim=128, dtype="bf16", table="inv_freq"), norm))

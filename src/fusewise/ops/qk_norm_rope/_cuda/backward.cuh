@@ -20,7 +20,8 @@ namespace {
 
 constexpr int BACKWARD_THREADS = 256;  // of a block, unless a row takes more
 constexpr int BACKWARD_RESIDENT = 512;  // of an SM, at the registers that the kernel takes
-constexpr int FREE_SHARED = 47 << 10;  // bytes of shared memory that a launch may ask for without a permission, less what kernels declare
+constexpr int DECLARED = 1 << 10;  // bytes of shared memory: at least what kernels declare
+constexpr int FREE_SHARED = (48 << 10) - DECLARED;  // that a launch may ask for without a permission
 
 template <bool TOGETHER>
 constexpr int HEADS_AT_ONCE = TOGETHER ? 1 : 2;
@@ -287,6 +288,18 @@ __global__ void __launch_bounds__(WARP * SUM_ROWS) sum_kernel(const __grid_const
 
 // --- The launch ------------------------------------------------------------------------------------------------------
 
+inline int64_t threads_of(const Backward& p) {
+  int64_t threads = BACKWARD_THREADS;
+  for (const BackwardTensor& b : p.tensors) threads = std::max<int64_t>(threads, b.across);
+  return threads;
+}
+
+// Bytes of shared memory that a launch asks for: of dy and x.
+inline int64_t staged_bytes(const NormPlan& plan, int64_t threads) {
+  const int64_t accesses = 2 * (plan.rotation.interleaved_in ? 1 : 2);
+  return 16 * threads * accesses * (plan.together ? HEADS_AT_ONCE<true> * STAGED<true> : HEADS_AT_ONCE<false> * STAGED<false>);
+}
+
 // Whether these kernels support a call. If so, sets their parameters, except for the partial sums.
 inline bool backward(const NormGradPlan& plan, const NormGradCall& call, const Device& device, Backward& p) {
   const Plan& rotation = plan.norm.rotation;
@@ -314,11 +327,13 @@ inline bool backward(const NormGradPlan& plan, const NormGradCall& call, const D
 
   const bool together = plan.norm.together;
   const int64_t chunks = p.direct.of_head.d;
-  int64_t threads = BACKWARD_THREADS, all = 0, steps[2] = {};
+  int64_t all = 0, steps[2] = {};
   for (int o = 0; o < rotation.operands; ++o) {
     const int64_t across = together ? ceil_div(chunks * rotation.heads[o], WARP) * WARP : power_of_two(chunks);
-    p.tensors[o].across = static_cast<uint32_t>(across), threads = std::max(threads, across);
+    p.tensors[o].across = static_cast<uint32_t>(across);
   }
+  const int64_t threads = threads_of(p);
+  if (staged_bytes(plan.norm, threads) + DECLARED > device.shared) return false;
   const int64_t tokens = rotation.batch * rotation.tokens;
   for (int o = 0; o < rotation.operands; ++o) {
     BackwardTensor& b = p.tensors[o];
@@ -345,12 +360,6 @@ inline bool backward(const NormGradPlan& plan, const NormGradCall& call, const D
   return true;
 }
 
-inline int64_t threads_of(const Backward& p) {
-  int64_t threads = BACKWARD_THREADS;
-  for (const BackwardTensor& b : p.tensors) threads = std::max<int64_t>(threads, b.across);
-  return threads;
-}
-
 template <class T>
 cudaError_t launch_backward(const Backward& p, const NormGradPlan& plan, void* stream, const Device& device) {
   const Plan& rotation = plan.norm.rotation;
@@ -361,8 +370,7 @@ cudaError_t launch_backward(const Backward& p, const NormGradPlan& plan, void* s
     return together ? backward_kernel<T, TABLE, false, true> : backward_kernel<T, TABLE, false, false>;
   };
   const auto kernel = rotation.table_kind == FLOAT32 ? of_table(float{}) : of_table(T{});
-  const int64_t threads = threads_of(p), accesses = 2 * (rotation.interleaved_in ? 1 : 2);
-  const int64_t bytes = 16 * threads * accesses * (together ? HEADS_AT_ONCE<true> * STAGED<true> : HEADS_AT_ONCE<false> * STAGED<false>);
+  const int64_t threads = threads_of(p), bytes = staged_bytes(plan.norm, threads);
   if (bytes > FREE_SHARED)
     if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes))) return error;
   const dim3 grid(p.tensors[0].blocks + p.tensors[1].blocks), block(static_cast<unsigned>(threads));

@@ -101,9 +101,9 @@ struct Alignment {
   int64_t bytes() const { return static_cast<int64_t>(bits & -bits); }
 };
 
-// Properties of a device: SM count and major compute capability.
+// Properties of a device: SM count, major compute capability, and bytes of shared memory that a block may have.
 struct Device {
-  int processors = 132, generation = 0;
+  int processors = 132, generation = 0, shared = 227 << 10;
 };
 
 inline Device device_at(int index) {
@@ -113,7 +113,8 @@ inline Device device_at(int index) {
   if (device.generation == 0) {
     Device asked;
     if (cudaDeviceGetAttribute(&asked.processors, cudaDevAttrMultiProcessorCount, index) != cudaSuccess ||
-        cudaDeviceGetAttribute(&asked.generation, cudaDevAttrComputeCapabilityMajor, index) != cudaSuccess)
+        cudaDeviceGetAttribute(&asked.generation, cudaDevAttrComputeCapabilityMajor, index) != cudaSuccess ||
+        cudaDeviceGetAttribute(&asked.shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, index) != cudaSuccess)
       return Device{};
     device = asked;
   }
