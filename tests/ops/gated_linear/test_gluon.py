@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import re
@@ -92,6 +93,52 @@ def test_the_memory_of_an_h200_is_fast(clock: int, width: int, fast: bool, monke
     utils = SimpleNamespace(get_device_properties=lambda _: properties)
     monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils))
     assert _gluon._has_fast_memory.__wrapped__(0) == fast
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("epilogue", ["y", "preact"])
+def test_a_repeated_launch_has_the_first_ones_arguments(
+    epilogue: str, in_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At other addresses, and with a fresh counter where programs keep in step."""
+    calls: list[list[Any]] = []
+
+    class Kernel:  # compiled, and then bound to a grid
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def run(*args: Any, stream: int | None = None, num_warps: int = 0, **given: Any) -> Kernel:
+                calls.append([*args, *given.values()])
+                return self
+
+            return run
+
+    counters = [torch.full((4,), 7, dtype=torch.int32) for _ in range(2)]
+    turns = iter(counters)
+    monkeypatch.setattr(_gluon, "gated_linear_kernel", Kernel())
+    monkeypatch.setattr(_gluon, "choose", lambda *_, **__: _gluon.Config(6, 0, in_step=in_step))
+    monkeypatch.setattr(_gluon, "_PLANS", {})
+    monkeypatch.setattr(_gluon, "launches_directly", lambda: True)
+    monkeypatch.setattr(_gluon, "_counters", lambda _: turns)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    halves = Halves.of(STACKED, empty(512, 64), None, empty(512))
+    tensors = [(empty(300, 64), empty(300, 256), empty(300, 512)) for _ in range(2)]
+    for x, y, preact in tensors:
+        _gluon.forward(x, halves, STACKED, y, preact if epilogue == "preact" else None)
+    assert all((counter == (0 if in_step else 7)).all() for counter in counters)
+    first, second = calls
+    assert len(first) == len(second)
+    for index, (one, other) in enumerate(zip(first, second, strict=True)):
+        if isinstance(one, _gluon.TensorDescriptor):
+            assert {**vars(one), "base": other.base} == vars(other)
+        elif isinstance(one, Tensor):
+            assert (one.dtype == torch.int32) == (one is not other), index
+        else:
+            assert one == other
+    bases = [a.base.data_ptr() for a in second if isinstance(a, _gluon.TensorDescriptor)]
+    x, y, preact = tensors[1]
+    u, g = split_preact(preact, STACKED)
+    written = [y, u, g] if epilogue == "preact" else [y]
+    assert bases == [t.data_ptr() for t in (x, halves.value, halves.gate, *written)]
 
 
 def test_with_sums_little_is_left_to_reduce() -> None:
