@@ -300,10 +300,10 @@ def _key(tensors: Sequence[Tensor], rotation: Rotation, rest: tuple[Any, ...]) -
     return (
         spec, rest, tensors[0].get_device(), cos.dtype, cos.shape, cos.stride(),
         *[(x.dtype, x.shape, x.stride()) for x in tensors],
-        None if sin is None else sin.data_ptr() & 15,
+        None if sin is None else (sin.stride(), sin.data_ptr() & 15),
         None if positions is None else (positions.dtype, positions.shape, positions.stride(), positions.data_ptr() & 15),
-        None if offsets is None else (offsets.dtype, offsets.data_ptr() & 15),
-        None if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape, cu_seqlens.data_ptr() & 15),
+        None if offsets is None else (offsets.dtype, offsets.stride(), offsets.data_ptr() & 15),
+        None if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.data_ptr() & 15),
     )  # fmt: skip
 
 

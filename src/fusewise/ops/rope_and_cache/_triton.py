@@ -118,7 +118,7 @@ def launch(*call: Any) -> None:
         return
     key = (
         spec, write_k, device, cos.dtype, cos.shape, cos.stride(), *[(x.dtype, x.shape, x.stride()) for x in data],
-        None if sin is None else sin.data_ptr() & 15,
+        None if sin is None else (sin.stride(), sin.data_ptr() & 15),
         *[
             None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() & 15)
             for x in (slots, block_table, positions, offsets, cu_seqlens)
