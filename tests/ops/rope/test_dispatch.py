@@ -235,6 +235,27 @@ def test_in_place_a_part_of_the_head_is_all_that_moves(a_gpu: list[str]) -> None
         assert fusewise.explain_dispatch(fusewise.rope_, q, **part).impl == "cuda"
 
 
+def test_a_graph_in_place_takes_what_an_eager_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes tensors that it writes to with one more dimension."""
+    in_place = []
+
+    def serving(impl: str, xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], spec: str) -> Any:
+        in_place.append([y is x for x, y in zip(xs, ys, strict=True)])
+        return _op.choice.implementation("reference")
+
+    monkeypatch.setattr(_auto, "serving", serving)
+    monkeypatch.setattr(_host, "serving", serving)
+    (q, k), call = (
+        (torch.randn(1, 4, 2, 16, 1) for _ in range(2)),
+        (*TABLE.values(), None, None, None, 0, "", "reference"),
+    )
+    _op._rope_(q, *call)
+    _op._rope_qk_(q, k, *call)
+    _op._rope_qk_out(Q, Q, *call, q, k)
+    assert _host._planned(_host.IN_PLACE, (q, k, *call), (q, k)) is None
+    assert in_place == [[True], [True, True], [False, False], [True, True]]
+
+
 def test_cuda_takes_what_copies_a_part_of_the_head_at_any_size(a_gpu: list[str]) -> None:
     a_gpu.clear()
     with FakeTensorMode():

@@ -129,7 +129,8 @@ def _planned(form: int, arguments: tuple[Any, ...], ys: tuple[Tensor, ...]) -> t
         call = (*dys, xs, ys, weights, rotation, Norm(*given[-3:]))
     else:
         rest, rank = given[len(ys) :], rotated_rank(given[-1])
-        xs, ys = (tuple([without_tail(x, rank) for x in group]) for group in (given[: len(ys)], ys))
+        ys = tuple([without_tail(y, rank) for y in ys])
+        xs = ys if form == IN_PLACE else tuple(given[: len(ys)])
         implementation = serving(impl, xs, ys, rest[-1])
         packed, call = planned, (xs, ys, rest)
     if not hasattr(implementation, "register"):

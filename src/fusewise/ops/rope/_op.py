@@ -63,28 +63,29 @@ def _rope_qk(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return ys
 
 
-def _launch_into(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rest: tuple[Any, ...]) -> None:
-    """Launch into existing tensors and bump their version counters: autograd does not see writes through a pointer."""
+def _launch_into(ys: tuple[Tensor, ...], rest: tuple[Any, ...], xs: tuple[Tensor, ...] | None = None) -> None:
+    """Launch into existing tensors, in place or from `xs`, and bump their version counters: autograd does not see writes
+    through a pointer."""
     rank = rotated_rank(rest[-2])
-    xs, ys = (tuple([without_tail(x, rank) for x in group]) for group in (xs, ys))
-    _launch(xs, ys, rest)
+    ys = tuple([without_tail(y, rank) for y in ys])
+    _launch(ys if xs is None else xs, ys, rest)
     torch.autograd.graph.increment_version([y for y in ys if not y.is_inference()])
 
 
 def _rope_out(q: Tensor, *rest: Any) -> None:
-    _launch_into((q,), rest[-1:], rest[:-1])
+    _launch_into(rest[-1:], rest[:-1], (q,))
 
 
 def _rope_qk_out(q: Tensor, k: Tensor, *rest: Any) -> None:
-    _launch_into((q, k), rest[-2:], rest[:-2])
+    _launch_into(rest[-2:], rest[:-2], (q, k))
 
 
 def _rope_(q: Tensor, *rest: Any) -> None:
-    _launch_into((q,), (q,), rest)
+    _launch_into((q,), rest)
 
 
 def _rope_qk_(q: Tensor, k: Tensor, *rest: Any) -> None:
-    _launch_into((q, k), (q, k), rest)
+    _launch_into((q, k), rest)
 
 
 def _fake_rope(q: Tensor, *rest: Any) -> Tensor:
