@@ -67,6 +67,21 @@ def test_from_config_by_layer_type() -> None:
         RotaryEmbedding.from_config(flat, layer_type="full_attention")
 
 
+@pytest.mark.parametrize(
+    ("config", "options", "error"),
+    [
+        (SimpleNamespace(text_config=SimpleNamespace(head_dim=32)), {}, "got SimpleNamespace without; pass its text_config"),
+        (SimpleNamespace(text_config=SimpleNamespace(rope_theta=1e6)), {"head_dim": 32}, "pass its text_config"),
+        (SimpleNamespace(hidden_size=64), {}, "config must have head_dim, or hidden_size and num_attention_heads, got .*; pass head_dim="),
+        ({"head_dim": 32, "rope_theta": 1e6}, {"head_dim": 32}, "config must be an object .*, got dict; pass model.config"),
+    ],
+)  # fmt: skip
+def test_from_config_refuses_what_does_not_describe_the_heads(config: Any, options: dict[str, Any], error: str) -> None:
+    """Otherwise the frequencies would silently be the defaults."""
+    with pytest.raises((TypeError, ValueError), match=f"^RotaryEmbedding: .*{error}"):
+        RotaryEmbedding.from_config(config, **options)
+
+
 def test_from_config_multimodal_sections() -> None:
     config = SimpleNamespace(head_dim=16, rope_scaling={"type": "mrope", "mrope_section": [4, 2, 2]})
     module = RotaryEmbedding.from_config(config)

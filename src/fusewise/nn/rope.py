@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..ops._common import MAX_POSITION, check_count, check_one_of, exporting, known
+from ..ops._common import MAX_POSITION, check_count, check_one_of, exporting, fail, known
 from ..ops.rope import rope, tables
 from ..ops.rope._auto import IMPLEMENTATIONS
 from ..ops.rope._problem import LAYOUTS, PAIRINGS, Layout, Pairing, layout_dims
@@ -115,7 +115,8 @@ class RotaryEmbedding(nn.Module):
 
     @classmethod
     def from_config(cls, config: Any, *, layer_type: str | None = None, **options: Any) -> RotaryEmbedding:
-        """The module for a model configuration: any object with transformers' attributes.
+        """The module for a model configuration: any object with transformers' attributes; of a multimodal model its
+        `text_config` (or `vision_config`).
 
         Reads `head_dim` (or hidden_size / num_attention_heads), `qk_rope_head_dim` and `qk_nope_head_dim` (DeepSeek:
         the trailing part rotates, of `head_dim` if the second is missing), `rope_interleave`, `rope_parameters` or the
@@ -128,6 +129,9 @@ class RotaryEmbedding(nn.Module):
                 dimensions if the configuration has them per layer.
             options: constructor arguments that take precedence (`head_dim` if it differs between layers).
         """
+        if isinstance(config, Mapping):
+            contract = "be an object with transformers' attributes"
+            fail("RotaryEmbedding", "config", contract, type(config).__name__, "pass model.config", TypeError)
         parameters = dict(_first(config, "rope_parameters", "rope_scaling") or {})
         layered = len(parameters) > 0 and all(isinstance(value, Mapping) for value in parameters.values())
         if layered or layer_type is not None:
@@ -148,7 +152,13 @@ class RotaryEmbedding(nn.Module):
                 parameters["original_max_position_embeddings"] = original
         rotated_part = _first(config, "qk_rope_head_dim")
         head_dim = options.pop("head_dim", None) or _first(config, "head_dim")
-        head_dim = head_dim or config.hidden_size // config.num_attention_heads
+        width, heads = _first(config, "hidden_size"), _first(config, "num_attention_heads")
+        of_text = _first(config, "text_config") is not None
+        if (width is None or heads is None) and (of_text or not head_dim):
+            contract = "have head_dim, or hidden_size and num_attention_heads"
+            fix = "pass its text_config" if of_text else "pass head_dim="
+            fail("RotaryEmbedding", "config", contract, f"{type(config).__name__} without", fix)
+        head_dim = head_dim or width // heads
         longest = _first(config, "max_position_embeddings")
         arguments = tables.arguments_from_config(
             parameters, rotated_part or head_dim, options.pop("seq_len", None), max_position_embeddings=longest
