@@ -158,7 +158,13 @@ def check_tensor(op: str, name: str, x: Any, dtypes: tuple[torch.dtype, ...], de
     if x.dtype not in dtypes:
         *others, last = map(dtype_name, dtypes)
         allowed = f"{', '.join(others)} or {last}" if others else last
-        fail(op, name, f"have dtype {allowed}", dtype_of(x), f"convert it with .to({dtypes[0]})", TypeError)
+        fix = f"convert it with .to({dtypes[0]})"
+        if x.is_complex():  # which would lose the imaginary parts
+            is_table = name in ("cos", "cos_sin", "angles")
+            fix = (
+                f"pass cos={name}.real, sin={name}.imag" if is_table else f"call torch.view_as_real({name}).flatten(-2)"
+            )
+        fail(op, name, f"have dtype {allowed}", dtype_of(x), fix, TypeError)
     if x.layout != torch.strided or x.is_nested:
         fail(op, name, "be a strided tensor", "nested" if x.is_nested else x.layout, "call .to_dense()", TypeError)
     if not torch.compiler.is_compiling() and x.is_neg():
