@@ -463,7 +463,7 @@ def test_times_of_a_busy_machine_carry_no_verdict(busy, worth):
     judged = only(found)
     assert judged.worth == worth
     if worth == "cannot tell":
-        assert judged.why == "up to 1.50 threads of a provider waited for a core; run it again on an idle machine"
+        assert judged.why == "threads of most providers waited for a core; run it again on an idle machine"
     causes = {gap.provider: gap.causes for gap in judged.gaps}
     assert causes["liger"] == ("1.50 of its threads waited for a core, on average",)
     assert causes["torch.compile"] == ("cause unknown: no traffic ledger",)

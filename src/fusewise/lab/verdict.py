@@ -262,14 +262,9 @@ def _worth(
     compilers = [row for row in timed if is_compiler(row.provider)]
     if not compilers:
         return "cannot tell", None, "no compiler was measured; add eager or torch.compile to the providers"
-    waiting = [value for row in timed if (value := analysis.disturbed(row)) is not None]
-    if 2 * len(waiting) > len(timed):
-        threads = number(max(waiting))
-        return (
-            "cannot tell",
-            None,
-            f"up to {threads} threads of a provider waited for a core; run it again on an idle machine",
-        )
+    waiting = sum(analysis.disturbed(row) is not None for row in timed)
+    if 2 * waiting > len(timed):  # how many threads, the gaps say: a summary names each reason once
+        return "cannot tell", None, "threads of most providers waited for a core; run it again on an idle machine"
     best = compilers[0]
     reach = _share(minimum, best)
     graph = "" if record.environment["device"] == "cpu" else " or capture a CUDA graph"
