@@ -68,7 +68,9 @@ def test_mistakes(options: dict[str, Any], words: str) -> None:
 
 @pytest.mark.parametrize("option", ["eps", "weight_offset"])
 def test_a_number_that_is_none(option: str) -> None:
-    with pytest.raises(TypeError, match=rf"^QKNormRope: {option} must be a finite number of float32, got None; "):
+    with pytest.raises(
+        TypeError, match=rf"^QKNormRope: {option} must be a float or an int, finite in float32, got None; "
+    ):
         QKNormRope(RotaryEmbedding(16), **{option: None})
 
 

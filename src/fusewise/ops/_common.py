@@ -65,7 +65,7 @@ def check_bool(op: str, name: str, value: object, fix: str) -> None:
 
 def check_number(op: str, name: str, value: object, fix: str) -> None:
     """Check that an option is a number that is finite in float32."""
-    contract = "be a finite number of float32"
+    contract = "be a float or an int, finite in float32"
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         fail(op, name, contract, shown(value), fix, TypeError)
     if not abs(value) <= MAX_NUMBER:

@@ -97,7 +97,7 @@ def test_equal_calls_are_recalled_with_other_values() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "eps below 0": ({"eps": -1.0}, "eps must be at least 0"),
-    "a bool": ({"weight_offset": True}, "weight_offset must be a finite number"),
+    "a bool": ({"weight_offset": True}, "weight_offset must be a float or an int"),
     "another norm": ({"norm": "row"}, "norm must be one of head, all"),
     "a weight on another device": ({"q_weight": torch.empty(16, device="meta")}, "q_weight must be on"),
     "one weight": ({"k_weight": None}, "k_weight must be given"),
