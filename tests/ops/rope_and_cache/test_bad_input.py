@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 import fusewise
+from fusewise._shared.memo import Memo
+from fusewise.ops.rope_and_cache import _validate
 
 from ..rope.support import RECORDING_NOTHING, assert_bits
 from .cases import CASES, Made, make
@@ -142,6 +144,20 @@ def test_what_was_right_once_is_looked_at_again() -> None:
     made.q.requires_grad_()
     with pytest.raises(RuntimeError, match="q must not require grad"):
         fusewise.rope_and_cache_(made.q, made.k, made.v, **made.arguments())
+
+
+def test_the_addresses_of_all_calls_have_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server calls with some thousand numbers of tokens, and tensors of new addresses each time."""
+    remembered = Memo(4)
+    monkeypatch.setattr(_validate, "_ADDRESSES", remembered)
+    kept = []
+    for tokens in (5, 4, 3):
+        for _ in range(3):
+            made = make(CASES["hnd"])
+            kept.append(made)
+            arguments = {**made.arguments(), "slot_mapping": made.kwargs["slot_mapping"][:tokens]}
+            fusewise.rope_and_cache_(*(x[:tokens] for x in (made.q, made.k, made.v)), **arguments)
+    assert 0 < len(remembered) <= 4
 
 
 def test_sparse_slots_are_not_those_of_stride_0() -> None:

@@ -5,7 +5,7 @@ Every message has the form `<op>: <argument> must <contract with numbers>, got <
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,20 +34,20 @@ MOST_SLOTS = 2**31 - 1
 NAMES = ("q", "k", "v", "key_cache", "value_cache", "slot_mapping", "block_table", *tuple(DEFAULTS)[:8])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Passed:
     """A call that passed all checks except those of addresses, valid for tensors with the same metadata."""
 
     spec: str
     reach: float  # the largest int offset for which it is valid
     extents: list[int]  # bytes from the first element to the end of the last, for every tensor of the call
-    # `apart`: pairs of tensors (by index, with their distance) that do not overlap although their address ranges do,
-    # like q, k and v that are views of one tensor. `addresses`: address sets of calls known to be free of overlap.
-    apart: Memo[tuple[int, int, int], None] = field(default_factory=lambda: Memo(4096))
-    addresses: Memo[tuple[int, ...], None] = field(default_factory=lambda: Memo(4096))
 
 
 _PASSED: Memo[tuple[Any, ...], _Passed] = Memo(4096)
+# Of such a call: pairs of tensors (by index, with their distance) that do not overlap although their address ranges do, like q, k
+# and v that are views of one tensor; and sets of addresses known to be free of overlap: one for each layer of a model.
+_APART: Memo[tuple[_Passed, int, int, int], None] = Memo(4096)
+_ADDRESSES: Memo[tuple[_Passed, tuple[int, ...]], None] = Memo(1 << 16)
 
 
 def validated(
@@ -273,13 +273,13 @@ def _check_writable(named: dict[str, Tensor], write_k: bool) -> None:
 def _check_apart(given: tuple[Any, ...], passed: _Passed, written: set[int]) -> None:
     """Written tensors overlap no other tensor of the call. Disjoint address ranges need no exact test."""
     addresses = tuple([x.data_ptr() if isinstance(x, Tensor) else 0 for x in given])
-    if addresses in passed.addresses:
+    if (passed, addresses) in _ADDRESSES:
         return
     under_way: list[tuple[int, int]] = []
     for start, i in sorted((start, i) for i, start in enumerate(addresses) if passed.extents[i]):
         under_way = [(before, j) for before, j in under_way if before + passed.extents[j] > start]
         for before, j in under_way:
-            if (i not in written and j not in written) or (i, j, start - before) in passed.apart:
+            if (i not in written and j not in written) or (passed, i, j, start - before) in _APART:
                 continue
             if overlaps(given[i], given[j]):
                 one, other = (min(i, j), max(i, j)) if {i, j} <= written else (i, j) if i in written else (j, i)
@@ -287,9 +287,9 @@ def _check_apart(given: tuple[Any, ...], passed: _Passed, written: set[int]) -> 
                     OP, NAMES[other], f"not overlap {NAMES[one]}, which is written to", "shared memory",
                     f"clone {NAMES[other]}",
                 )  # fmt: skip
-            passed.apart[i, j, start - before] = None
+            _APART[passed, i, j, start - before] = None
         under_way.append((start, i))
-    passed.addresses[addresses] = None
+    _ADDRESSES[passed, addresses] = None
 
 
 def _extent(x: Tensor) -> int:
