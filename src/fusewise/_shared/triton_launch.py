@@ -3,6 +3,9 @@ Gluon import this."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 
 #: Whether kernels run in Triton's interpreter: TRITON_INTERPRET=1 must be set at import, when kernels are decorated.
@@ -25,3 +28,24 @@ def launches_directly() -> bool:
     hook needs its arguments by name."""
     runtime = triton.knobs.runtime
     return not (INTERPRETED or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+
+
+def launch(kernel: Any, grid: int, arguments: dict[str, Any], device: int, **options: Any) -> Any:
+    """Launch `grid` programs of a kernel by Triton's dispatcher; `options` are num_warps and num_stages. Returns the compiled
+    kernel, or None if the grid is empty."""
+    if grid == 0:
+        return None
+    if device < 0 or device == torch.cuda.current_device():
+        return kernel[(grid,)](**arguments, **options, enable_fp_fusion=True)
+    with torch.cuda.device(device):
+        return kernel[(grid,)](**arguments, **options, enable_fp_fusion=True)
+
+
+def launch_bound(run: Any, device: int, *arguments: Any) -> None:
+    """Launch a compiled kernel with its grid, `run`, on the current stream of a device, without the dispatcher."""
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    if device == torch._C._cuda_getDevice():
+        run(*arguments, stream=stream)
+    else:
+        with torch.cuda.device(device):
+            run(*arguments, stream=stream)

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..._shared.gpu import processors_of
-from ..._shared.triton_launch import INTERPRETED
+from ..._shared.triton_launch import INTERPRETED, launch
 from ..._shared.triton_launch import unavailable as unavailable
 from .._tuned import Key, Tuned
 from . import _chunks as chunks
@@ -38,7 +38,7 @@ from ._problem import (
     stride_unit,
 )
 from ._products import COLUMN_MULTIPLE, ROWS, aligned, aligned_buffer, copy_to, padded, pads, product
-from ._triton_gate import choose_gate, gate, gate_configurations, launch, start_gradient
+from ._triton_gate import choose_gate, gate, gate_configurations, start_gradient
 from ._triton_gate import copy_into as copy_into  # of the interface
 from ._triton_gate import gate_gradient_into as gate_gradient_into
 from ._triton_kernel import down_gradient_kernel, gated_linear_kernel

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 
 from ..._shared.gpu import processors_of
+from ..._shared.triton_launch import launch
 from ._gate_config import GateConfig, gate_space
 from ._problem import stride_unit
 from ._triton_kernel import copy_kernel, gate_gradient_kernel, gate_kernel
@@ -36,17 +36,6 @@ def gate_configurations(rows: int, hidden: int, processors: int, *, sums: bool) 
     chosen = choose_gate(rows, hidden, processors, sums=sums)
     columns = [f for f in (128, 256, 512) if f <= max(128, triton.next_power_of_2(hidden))]
     return gate_space(chosen, columns)
-
-
-def launch(kernel: Any, grid: int, arguments: dict[str, Any], device: int, **options: Any) -> None:
-    """Launch `grid` programs of a kernel, if any; `options` are num_warps and num_stages."""
-    if grid == 0:  # an empty matrix
-        return
-    if device < 0 or device == torch.cuda.current_device():
-        kernel[(grid,)](**arguments, **options, enable_fp_fusion=True)
-    else:
-        with torch.cuda.device(device):
-            kernel[(grid,)](**arguments, **options, enable_fp_fusion=True)
 
 
 def gate_arguments(

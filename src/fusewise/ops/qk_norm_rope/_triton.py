@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..._shared.gpu import processors_of
 from ..._shared.memo import Memo
-from ..._shared.triton_launch import launches_directly
+from ..._shared.triton_launch import launch_bound, launches_directly
 from ..._shared.triton_launch import unavailable as unavailable
 from ..rope import _triton as rope
 from ..rope._problem import Problem, Rotation, Spec
@@ -275,13 +275,7 @@ class Plan:
             pointers += [start, start + self.sin_distance if sin is None else sin.data_ptr()]
             pointers += [start if x is None else x.data_ptr() for x in (positions, offsets, cu_seqlens)]
             pointers.append(offset)
-        device = tensors[0].get_device()
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        if device == torch._C._cuda_getDevice():
-            self.bound(*pointers, *self.values, stream=stream)
-        else:
-            with torch.cuda.device(device):
-                self.bound(*pointers, *self.values, stream=stream)
+        launch_bound(self.bound, tensors[0].get_device(), *pointers, *self.values)
 
 
 _PLANS: Memo[tuple[Any, ...] | None, Plan] = Memo(4096)

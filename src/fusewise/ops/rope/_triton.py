@@ -11,11 +11,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..._shared import triton_launch
 from ..._shared.gpu import processors_of
 from ..._shared.memo import Memo
 from ..._shared.triton_launch import launches_directly
@@ -287,21 +287,11 @@ def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -
         cos_ptr if offsets is None else offsets.data_ptr(),
         cos_ptr if cu_seqlens is None else cu_seqlens.data_ptr(),
     )  # fmt: skip
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    if device == torch._C._cuda_getDevice():
-        run(*pointers, offset, *bound_arguments, stream=stream)
-    else:
-        with torch.cuda.device(device):
-            run(*pointers, offset, *bound_arguments, stream=stream)
+    triton_launch.launch_bound(run, device, *pointers, offset, *bound_arguments)
 
 
 def _launch_unbound(problem: Problem) -> Any:
     """Launch through Triton's dispatcher. Returns the compiled kernel, or None if the grid is empty."""
     device = problem.operands[0].x.get_device()
     grid, bound = arguments(problem, processors_of(device))
-    if grid == 0:
-        return None
-    if device < 0:
-        return rope_kernel[(grid,)](**bound, num_warps=NUM_WARPS, enable_fp_fusion=True)
-    with torch.cuda.device(device):
-        return rope_kernel[(grid,)](**bound, num_warps=NUM_WARPS, enable_fp_fusion=True)
+    return triton_launch.launch(rope_kernel, grid, bound, device, num_warps=NUM_WARPS)

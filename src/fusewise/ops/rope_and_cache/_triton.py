@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 import triton
 
+from ..._shared import triton_launch
 from ..._shared.gpu import processors_of
 from ..._shared.memo import Memo
 from ..._shared.triton_launch import launches_directly
@@ -136,21 +136,11 @@ def launch(*call: Any) -> None:
     run, rest, sin_distance = plan
     others = [table if x is None else x.data_ptr() for x in (slots, block_table, positions, offsets, cu_seqlens)]
     pointers += [*others[:2], table, table + sin_distance if sin is None else sin.data_ptr(), *others[2:]]
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    if device == torch._C._cuda_getDevice():
-        run(*pointers, offset, *rest, stream=stream)
-    else:
-        with torch.cuda.device(device):
-            run(*pointers, offset, *rest, stream=stream)
+    triton_launch.launch_bound(run, device, *pointers, offset, *rest)
 
 
 def _launch_unbound(problem: CacheProblem) -> Any:
     """Launch through Triton's dispatcher. Returns the compiled kernel, or None if the grid is empty."""
     device = problem.v.get_device()
     grid, bound = arguments(problem, processors_of(device))
-    if grid == 0:
-        return None
-    if device < 0:
-        return rope_and_cache_kernel[(grid,)](**bound, num_warps=NUM_WARPS, enable_fp_fusion=True)
-    with torch.cuda.device(device):
-        return rope_and_cache_kernel[(grid,)](**bound, num_warps=NUM_WARPS, enable_fp_fusion=True)
+    return triton_launch.launch(rope_and_cache_kernel, grid, bound, device, num_warps=NUM_WARPS)
