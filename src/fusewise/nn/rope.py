@@ -34,7 +34,8 @@ class RotaryEmbedding(nn.Module):
         max_positions: rows of the tables that the first call creates. Default positions (no `positions`, `cu_seqlens`
             or offset tensor) beyond them create new tables with at least twice the rows; position ids cannot be
             inspected without a device synchronization, so they must be below max_positions, or the length given to
-            `reserve`. Tables used by a CUDA graph, a compiled graph or an exported program should be reserved beforehand.
+            `reserve`. Tables used by a CUDA graph, a compiled graph, an exported program or a `torch.jit` trace should be
+            reserved beforehand.
         device: initial device of the frequencies; None: the default device.
 
     The frequencies of "dynamic" and "longrope" depend on the sequence length. They are those of `seq_len` at
