@@ -173,9 +173,10 @@ def unit_stride(x: Tensor) -> Tensor:
         return x
 
 
-def unpacked(saved: Iterable[Any]) -> list[Any]:
-    """The saved tensors of an autograd function with contiguous last dimensions: a saved-tensor hook may change strides."""
-    return [None if x is None else unit_stride(x) for x in saved]
+def unpacked(saved: Iterable[Any], dtype: torch.dtype | None = None) -> list[Any]:
+    """The saved tensors of an autograd function with contiguous last dimensions and, if given, in the dtype that they had: a
+    saved-tensor hook may change both, as one that compresses and leaves it to torch to promote what it brings back."""
+    return [None if x is None else unit_stride(x if dtype in (None, x.dtype) else x.to(dtype)) for x in saved]
 
 
 def kinds(values: Iterable[Any]) -> list[Any]:

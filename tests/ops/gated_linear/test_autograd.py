@@ -228,11 +228,20 @@ def test_what_a_hook_keeps_is_not_overwritten(mlp: bool, builtin: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "pack", "unpack"),
+    [
+        pytest.param(torch.float32, lambda t: torch.stack((t, t), -1), lambda t: t[..., 0], id="strides"),
+        pytest.param(torch.bfloat16, lambda t: t.float(), lambda t: t, id="dtype"),
+    ],
+)
 @pytest.mark.parametrize("mlp", [False, True])
 @pytest.mark.parametrize("save", SAVES)
-def test_a_hook_may_bring_back_other_strides(mlp: bool, save: Any) -> None:
-    x, weight, bias = leaves()
-    down = torch.randn(3, 4, device=DEVICE, requires_grad=True)
+def test_a_hook_may_bring_back_other_strides_or_another_dtype(
+    mlp: bool, save: Any, dtype: torch.dtype, pack: Any, unpack: Any
+) -> None:
+    x, weight, bias = leaves(dtype)
+    down = torch.randn(3, 4, device=DEVICE, dtype=dtype, requires_grad=True)
     inputs = (x, weight, down) if mlp else (x, weight, bias)
 
     def call() -> Tensor:
@@ -241,7 +250,7 @@ def test_a_hook_may_bring_back_other_strides(mlp: bool, save: Any) -> None:
         )
 
     expected = torch.autograd.grad(call().square().sum(), inputs)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: torch.stack((t, t), -1), lambda t: t[..., 0]):
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         y = call()
     for found, gradient in zip(torch.autograd.grad(y.square().sum(), inputs), expected, strict=True):
         torch.testing.assert_close(found, gradient)

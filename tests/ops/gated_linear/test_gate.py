@@ -170,6 +170,16 @@ def test_inputs_are_saved_as_they_are_and_never_written_to() -> None:
     assert torch.equal(u, before[0]) and torch.equal(g, before[1])
 
 
+def test_a_hook_may_bring_back_another_dtype() -> None:
+    """Eager code promotes it."""
+    u, g = (randn(6, 16, dtype=torch.bfloat16).requires_grad_() for _ in range(2))
+    dy = torch.randn_like(u)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.float(), lambda t: t):
+        y = gate(u, g, "silu")
+    expected = torch.autograd.grad(gate(u, g, "silu"), (u, g), dy)
+    assert all(map(torch.equal, torch.autograd.grad(y, (u, g), dy), expected))
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo
 def test_compiles_whole_and_once_for_all_row_counts() -> None:
     torch._dynamo.reset()

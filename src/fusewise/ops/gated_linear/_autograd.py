@@ -169,7 +169,7 @@ class GatedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight, weight_gate, bias, bias_gate, *saved = unpacked(ctx.saved_tensors)
+        x, weight, weight_gate, bias, bias_gate, *saved = unpacked(ctx.saved_tensors, dy.dtype)
         text, impl, seen = ctx.rest
         spec = Spec.decode(text)
         if wants_formula(dy):

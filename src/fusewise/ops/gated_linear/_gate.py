@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from .._choice import Choice
-from .._common import apply_function, check_one_of, compute_dtype, dtype_name, fail, transforms_active, wants_formula
+from .._common import (
+    apply_function,
+    check_one_of,
+    compute_dtype,
+    dtype_name,
+    fail,
+    transforms_active,
+    unpacked,
+    wants_formula,
+)
 from .._overlap import check_apart
 from .._register import copies_wrongly, register, with_tail, without_tail
 from . import _autograd, reference
@@ -151,7 +160,7 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        first, second = ctx.saved_tensors
+        first, second = unpacked(ctx.saved_tensors, dy.dtype)
         text, impl = ctx.rest
         if wants_formula(dy):
             return *_differentiable(dy, first, second, Spec.decode(text)), None, None

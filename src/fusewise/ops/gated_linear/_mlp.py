@@ -37,7 +37,7 @@ class GatedMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
-        x, weight, weight_gate, bias, bias_gate, w_down, preact = unpacked(ctx.saved_tensors)
+        x, weight, weight_gate, bias, bias_gate, w_down, preact = unpacked(ctx.saved_tensors, dz.dtype)
         text, impl, seen = ctx.rest
         spec = Spec.decode(text)
         wants = ctx.needs_input_grad
