@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import fusewise
 from fusewise.integrations.transformers import Patch, patch
@@ -183,6 +184,19 @@ def test_activations_that_are_replaced_or_have_hooks_are_called(family: str, nam
         with Count() as count:
             model(TOKENS)
         assert sum("gated_linear" in operator for operator in count.calls) == 2
+
+
+def test_an_activation_of_the_same_class_may_compute_another_function() -> None:
+    model: Any = build("Llama")
+    mlp = model.model.layers[0].mlp
+    x = torch.randn(5, mlp.gate_proj.in_features)
+    mlp.act_fn = torch.nn.GELU("tanh")
+    tanh = mlp(x)
+    mlp.act_fn = torch.nn.GELU()
+    with patch(model):
+        torch.testing.assert_close(mlp(x), mlp.down_proj(functional.gelu(mlp.gate_proj(x)) * mlp.up_proj(x)))
+        mlp.act_fn = torch.nn.GELU("tanh")
+        assert torch.equal(mlp(x), tanh)
 
 
 def test_conflicts_are_errors() -> None:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..compat import transformers as compat
+from ..compat._shared import known_activation
 from ..ops._common import check_one_of, fail
 from ..ops.gated_linear import gated_mlp
 from ..ops.gated_linear._problem import SAVES, Activation, Save
@@ -318,7 +319,7 @@ def _gated_forward(module: nn.Module, forward: Forward, save: Save) -> tuple[str
     activation = _activation(module, forward, stacked)
     if activation is None:
         return "its forward is no gated MLP with an activation of fusewise"
-    kinds = {name: type(child) for name, child in children.items() if name in _ACTIVATION_NAMES}
+    kinds = {name: _kind(child) for name, child in children.items() if name in _ACTIVATION_NAMES}
 
     def gated(self: Any, *x: Tensor, **named: Tensor) -> Tensor:
         (x_D,) = (*x, *named.values())  # positional, or by whatever name the model uses
@@ -336,10 +337,15 @@ def _gated_forward(module: nn.Module, forward: Forward, save: Save) -> tuple[str
 _ACTIVATION_NAMES = ("act_fn", "activation_fn")
 
 
-def _must_be_called(mlp: Any, kinds: dict[str, type]) -> bool:
-    """Whether the activation, of this type when `patch` was called, was replaced since, or has hooks."""
+def _kind(activation: nn.Module) -> tuple[type, str | None]:
+    """The class of an activation, which a deep copy keeps, and which function it computes, where the class has several (GELU)."""
+    return type(activation), known_activation(activation)
+
+
+def _must_be_called(mlp: Any, kinds: dict[str, tuple[type, str | None]]) -> bool:
+    """Whether the activation, of this kind when `patch` was called, was replaced or changed since, or has hooks."""
     return any(
-        type(getattr(mlp, name)) is not kind or not is_untouched(getattr(mlp, name)) for name, kind in kinds.items()
+        _kind(getattr(mlp, name)) != kind or not is_untouched(getattr(mlp, name)) for name, kind in kinds.items()
     )
 
 
