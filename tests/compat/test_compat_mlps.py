@@ -288,6 +288,19 @@ def test_a_unit_with_hooks_or_dropout_is_called() -> None:
     assert not torch.equal(layer(x), layer(x)) and torch.equal(layer.eval()(x), layer(x))
 
 
+class AlwaysDropout(nn.Dropout):
+    """As for samples of a model's uncertainty."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.dropout(input, self.p, training=True)
+
+
+def test_a_dropout_of_another_class_is_called() -> None:
+    layer = diffusers.FeedForward(24).to(DEVICE)
+    layer.net[1] = AlwaysDropout(1.0)
+    assert torch.equal(layer.eval()(randn(3, 24)), layer.net[2].bias.expand(3, 24))
+
+
 def test_weights_that_were_put_there_transposed() -> None:
     """As several test suites set them; such a weight is copied."""
     module = transformers.LlamaMLP(config()).to(DEVICE)

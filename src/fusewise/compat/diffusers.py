@@ -132,7 +132,7 @@ class FeedForward(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Further arguments are ignored, as diffusers ignores `scale`."""
         unit, dropout, out, *rest = self.net
-        idle = isinstance(dropout, nn.Dropout) and not (dropout.training and dropout.p)
+        idle = type(dropout) is nn.Dropout and not (dropout.training and dropout.p)
         activation = _unit(unit) if idle and is_untouched(dropout) else None
         if activation is not None:
             x = stacked_mlp(hidden_states, unit.proj, out, activation=activation, gate_first=False)
