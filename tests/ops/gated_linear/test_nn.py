@@ -105,6 +105,12 @@ def test_a_projection_that_is_more_than_its_weight_is_called_and_trains(name: st
         assert all(p.grad is not None for p in changed.parameters())
 
 
+def test_a_replaced_forward_of_the_class_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x, usual = GatedMLP(16, 12, activation="silu"), torch.randn(3, 16), nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * usual(self, x))
+    torch.testing.assert_close(module(x), module.down_proj(functional.silu(module.gate_proj(x)) * module.up_proj(x)))
+
+
 def test_projections_that_draw_random_numbers_are_called_in_the_usual_order() -> None:
     """Adapters with dropout: the same seed gives the results of the usual code."""
     module = GatedMLP(16, 12, activation="silu")

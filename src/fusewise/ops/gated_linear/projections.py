@@ -19,10 +19,15 @@ from ._gate import stacked_gate
 from ._problem import Activation, Save
 from .api import gated_linear, gated_mlp
 
+_FORWARD = nn.Linear.forward
+
 
 def is_plain(*projections: nn.Module) -> bool:
-    """Whether calling each of them is equivalent to `F.linear` with its weight and bias."""
-    return all(type(p) is nn.Linear and is_untouched(p) and _is_memory(p.weight) for p in projections)
+    """Whether calling each of them is equivalent to `F.linear` with its weight and bias. Some programs that adapt models
+    replace the forward of the class."""
+    return nn.Linear.forward is _FORWARD and all(
+        type(p) is nn.Linear and is_untouched(p) and _is_memory(p.weight) for p in projections
+    )
 
 
 def _is_memory(weight: Tensor) -> bool:
