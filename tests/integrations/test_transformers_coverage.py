@@ -228,8 +228,16 @@ class Returns(nn.Module):
         return (x,)
 
 
+class Clamps(nn.Module):
+    """Bounded beyond all pre-activations but those of outliers."""
+
+    def forward(self, x: Tensor) -> Any:
+        gate, up = self.gate_proj(x).clamp(max=100), self.up_proj(x).clamp(-100, 100)
+        return self.down_proj(nn.functional.silu(gate) * up)
+
+
 def test_whatever_an_mlp_raises_or_returns_it_is_left() -> None:
-    for module in (Asserts(), Returns()):
+    for module in (Asserts(), Returns(), Clamps()):
         for name in ("gate_proj", "up_proj", "down_proj"):
             module.add_module(name, nn.Linear(4, 4))
         (left,) = patch(module).left

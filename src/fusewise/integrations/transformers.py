@@ -352,6 +352,7 @@ def _must_be_called(mlp: Any, kinds: dict[str, tuple[type, str | None]]) -> bool
 def _activation(module: nn.Module, forward: Forward, stacked: bool) -> Activation | None:
     """The activation with which the gated MLP computes the same as this forward on a module with small projections."""
     x, down = _numbers(5, 4), _numbers(4, 6)
+    x[-1] *= 1e4  # beyond the bounds of value or gate that some models have
     gate, up = _numbers(6, 4), _numbers(12, 4)[6:]
     linear = partial(partial, functional.linear)
     small: dict[str, Any] = {"down_proj": linear(weight=down)}
