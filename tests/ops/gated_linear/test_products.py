@@ -98,6 +98,8 @@ def test_units() -> None:
         and stride_unit(x[:, :8], x[:, :7]) == 1
     )
     assert stride_unit(x[:, 8:16]) == 8 and stride_unit(x[:, 4:12]) == 1 and stride_unit(x.float()) == 4
+    far = torch.empty(2, 4096, dtype=torch.bfloat16, device="meta")
+    assert [stride_unit(x, far.as_strided((2, 4096), (stride, 1))) for stride in (2**31 - 8, 2**31)] == [8, 1]
 
 
 class Products(TorchDispatchMode):

@@ -138,7 +138,8 @@ def test_every_configuration_is_right(epilogue: str, tma: bool, config: _triton.
 
 
 @pytest.mark.interpreter
-def test_rows_beyond_int32(monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("rows", "stride"), [(3, 2**30), (2, 2**31)])
+def test_rows_beyond_int32(rows: int, stride: int, monkeypatch: Any) -> None:
     """A row 2³¹ elements after the first, in every operand; the memory between them is never touched."""
     monkeypatch.setattr(_triton, "_has_tma", lambda _: False)
     memory, end = torch.empty(2**31 + 1024, dtype=torch.float16), 0
@@ -146,9 +147,9 @@ def test_rows_beyond_int32(monkeypatch: Any) -> None:
     def far(rows: Tensor) -> Tensor:
         nonlocal end
         start, end = end, end + rows.shape[1]
-        return memory.as_strided(rows.shape, (2**30, 1), start).copy_(rows)
+        return memory.as_strided(rows.shape, (stride, 1), start).copy_(rows)
 
-    rows, features, hidden = 3, 16, 8
+    features, hidden = 16, 8
     x, halves, dy = operands(rows, features, hidden, torch.float16)
     dz, w_down = x.flip(0), halves.gate.mT.contiguous()
     u, g = torch.randn(2, rows, hidden).half()

@@ -164,9 +164,10 @@ def no_rows(dbias: Tensor | None) -> None:
 def stride_unit(*matrices: Tensor) -> int:
     """The number of elements, up to 16 bytes, that divides the row strides and widths of all these matrices; 1 if a
     start is not 16-byte aligned. Kernels receive sizes and strides in this unit: Triton only specializes on
-    divisibility by 16, and would not vectorize for multiples of 8."""
+    divisibility by 16, and would not vectorize for multiples of 8. They multiply in the type in which a stride arrives,
+    so one that needs 64 bits arrives whole."""
     size = matrices[0].element_size()
-    if any(x.data_ptr() % 16 for x in matrices):
+    if any(x.data_ptr() % 16 or x.stride(0) >= 2**31 for x in matrices):
         return 1
     return math.gcd(16 // size, *(n for x in matrices for n in (x.shape[1], x.stride(0))))
 
