@@ -113,6 +113,8 @@ GRADIENTS = [
     }.items()
     for pass_ in ("bwd", "fwd+bwd")
 ]  # fmt: skip
+#: torch.export drops detach, so JAX differentiates the rounding, too.
+STRAIGHT_THROUGH = user_task("rounded_straight_through", "bwd", "x=fp32[4,8]")
 #: TVM's importer computes all products in float32; JAX has no float64 by default.
 DTYPES = [user_task("torch:mm", "fwd", "bf16[8,16]", "bf16[16,4]"), user_task("doubled_in_float64", "fwd", "fp32[8]")]
 
@@ -121,7 +123,7 @@ DTYPES = [user_task("torch:mm", "fwd", "bf16[8,16]", "bf16[16,4]"), user_task("d
 def exported(tmp_path_factory):
     """Rows of JAX and TVM, whose imports take as long as the rest: one study for both of the tests below."""
     options = Options(
-        op="all", tasks=[*GRADIENTS, *DTYPES], providers=plugin.select(["tvm", "jax"], "my.py:f", "cpu"), device="cpu",
+        op="all", tasks=[*GRADIENTS, STRAIGHT_THROUGH, *DTYPES], providers=plugin.select(["tvm", "jax"], "my.py:f", "cpu"), device="cpu",
         out=tmp_path_factory.mktemp("exported"), warm=True, min_rounds=3, max_rounds=3, twin=False,
     )  # fmt: skip
     return studied(options).rows
@@ -130,8 +132,11 @@ def exported(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.skipif(not here("jax") or not BRIDGE or sys.version_info < (3, 11), reason="no JAX, or no bridge to it")
 def test_gradients_of_jax_are_those_of_pytorch(exported):
-    rows = [row for row in exported if row.provider == "jax" and row.pass_ != "fwd"]
+    *rows, other = [row for row in exported if row.provider == "jax" and row.pass_ != "fwd"]
     assert [(row.status, row.reason) for row in rows] == [("ok", "")] * 10
+    assert other.op == STRAIGHT_THROUGH.op
+    assert other.status == "wrong"
+    assert "if it has detach, torch.no_grad or a torch.autograd.Function: torch.export drops them" in other.reason
 
 
 @pytest.mark.slow

@@ -134,7 +134,7 @@ class Run:
     form: the memory model that applies, for problems that have one; for gated units a `Form` of
         `fusewise.ops.gated_linear.cases`.
     torch_memory: torch allocates every tensor, so that its allocator knows the memory used.
-    arithmetic: a known rounding behaviour, reported with an error that is too large.
+    arithmetic: what is known of its rounding, or of its gradients; reported with an error that is too large.
     foreign: on a GPU, it uses streams unknown to torch, and every call waits for its results.
     """
 

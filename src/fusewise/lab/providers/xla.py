@@ -29,6 +29,8 @@ from ..reason import reason
 INSTALL = "pip install 'fusewise[lab]'"
 #: Matters where GELU's backward subtracts tanh from 1.
 TANH = "XLA's tanh on a CPU is off by up to four units in the last place"
+#: JAX differentiates the exported program, which computes the same results.
+EXPORTED = "if it has detach, torch.no_grad or a torch.autograd.Function: torch.export drops them from the program that JAX differentiates"
 
 
 class Jax(Provider):
@@ -50,10 +52,12 @@ class Jax(Provider):
         tensors = [i for i, a in enumerate(example) if isinstance(a, Tensor)]
         moving = [i for i, a in enumerate(example) if isinstance(a, Tensor) and a.requires_grad]
         own = problem.jax()
+        arithmetic = TANH if problem.op == "gelu" and problem.device.type == "cpu" else ""
         held: tuple[Any, ...] = ()  # parameters, passed as arguments
         names: list[str] = []
         if own is None:
             function, held, names = _bridged(problem, example)
+            arithmetic = "" if problem.task.pass_ == "fwd" else EXPORTED
         else:
             constants = {i: a for i, a in enumerate(example) if i not in tensors}
             function = _over_arrays(own, constants, tensors)
@@ -111,7 +115,7 @@ class Jax(Provider):
             vjp=None if problem.task.pass_ == "fwd" else vjp,
             torch_memory=False,
             foreign=True,
-            arithmetic=TANH if problem.op == "gelu" and problem.device.type == "cpu" else "",
+            arithmetic=arithmetic,
         )
 
     def stages(self, problem: Problem, target: str) -> Sequence[Stage]:
