@@ -19,6 +19,9 @@ def test_bytes_and_flops():
     assert p.bytes_min() == 0  # the sum's gradient, expanded: nothing is read
     with pytest.raises(Unsupported, match="no byte has to move"):
         Copy().build(p)
+    assert problem("torch:round", "fp32[8,16]", pass_="bwd").bytes_min() == 512  # zeros written
+    by_numpy = problem("squared_with_backward_by_numpy", "fp32[8,16]", pass_="bwd")
+    assert by_numpy.bytes_min() == 3 * 512  # the gradient and x are read, though by no operator
     p = problem("scattered", "x=fp32[8,16]", "index=i64[8,2] randint(0,16)", "y=fp32[8,2]", pass_="bwd")
     read = p.costs.gradient_other - 8 * 2 * 4  # x's gradient is that of the sum, y's is some of it
     assert 8 * 4 <= read <= 8 * 2 * 4
@@ -175,6 +178,8 @@ def test_operations_that_have_no_count_are_unknown():
         ("silu_and_rest", ["fp32[64,64]", "fp32[64,64]"], 4 * 64 * 64),  # not the second
         ("torch:mm", ["fp32[8,4] full(0)", "fp32[4,6]"], 4 * (32 + 24)),  # as a bias is at first
         ("kept_outside", ["fp32[8,4]", "bool[8,4]"], 32),
+        ("torch:topk", ["fp32[8,16]", "3"], 8 * 3 * 8),  # its indices
+        ("sparse_product", ["fp32[8,4]", "fp32[4,6]"], 4 * (32 + 24)),
         ("of_whole_numbers", ["fp32[8,4]", "i8[4,6] randint(-128,128)"], 24),  # its copy in fp32 has 96 bytes
     ],
 )

@@ -2,8 +2,8 @@
 
 Forward: it reads what its operators read of inputs, parameters and other memory, each element once (`reads.py`), and writes its
 outputs, except views of existing memory. Backward: it reads the gradients of outputs, unless it hands them on as they are, writes
-those of inputs and parameters, and reads what the forward reads of those on whose values gradients depend, and other memory as far
-as operators read it.
+those of inputs and parameters, and reads what the forward reads of those on whose values gradients depend or, if that is less, what
+eager code's backward reads of what its forward has kept; and other memory as far as operators read it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,28 @@ def add_gradient_costs(costs: Costs, problem: Problem, leaves: tuple[Tensor, ...
     seen = _reads(counter)
     besides = sum(size for of, size in seen.items() if of in costs.besides)
     costs.gradient_read = _read_by_gradient(costs.read, costs.besides, problem, leaves, seen)
-    costs.gradient_other = _read_of_upstream(upstream, here, seen) + _written(here, upstream) + besides
+    costs.gradient_other = _written(here, upstream) + besides
+    if not counter.uncounted and _differentiated_by_pytorch(outputs):  # what operators have read is all that is read
+        costs.gradient_other += sum(seen.get(memory(g), 0) for g in upstream)
+        others = {*costs.besides, *map(memory, upstream)}
+        costs.gradient_read = min(costs.gradient_read, sum(n for of, n in seen.items() if of not in others))
+    else:
+        costs.gradient_other += _read_of_upstream(upstream, here, seen)
+
+
+def _differentiated_by_pytorch(outputs: Sequence[Tensor]) -> bool:
+    """Whether a backward runs PyTorch's own formulas alone, and no torch.autograd.Function, in Python or C++, which may
+    call kernels that are no operators."""
+    nodes, known = [y.grad_fn for y in outputs], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in known:
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction) or type(node).__name__ == "CppFunction":
+            return False
+        known.add(node)
+        nodes += [before for before, _ in node.next_functions]
+    return True
 
 
 def _read_of_upstream(upstream: Sequence[Tensor], gradients: Sequence[Tensor], seen: Mapping[int, int]) -> int:
