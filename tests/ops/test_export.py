@@ -95,6 +95,26 @@ def test_an_exported_graph_has_the_gradients_of_its_module(name: str, how: str) 
         torch.testing.assert_close(found[key], gradient, msg=lambda text, key=key: f"{key}: {text}")
 
 
+@pytest.mark.parametrize("sections", [None, (1, 2, 1)], ids=["one axis", "three axes"])
+@pytest.mark.parametrize("batched", [True, False], ids=["of each sequence", "shared"])
+def test_positions_leave_the_tokens_free_in_an_export_for_one_batch_size(batched: bool, sections: Any) -> None:
+    class Rotation(nn.Module):
+        def forward(self, q: Tensor, positions: Tensor) -> Any:
+            return fusewise.rope(q, inv_freq=torch.ones(4), positions=positions, sections=sections)
+
+    def inputs(tokens: int) -> tuple[Tensor, Tensor]:
+        shape = (*((3,) if sections else ()), *((2,) if batched else ()), tokens)
+        return torch.randn(2, tokens, 4, 8), torch.randint(0, 9, shape)
+
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    q, positions = inputs(6)
+    free = ({1: tokens}, {positions.dim() - 1: tokens})
+    program = torch.export.export(Rotation(), (q, positions), dynamic_shapes=free).module()
+    for count in (6, 2, 3):  # also as many as sequences, and as axes
+        x = inputs(count)
+        torch.testing.assert_close(program(*x), Rotation()(*x))
+
+
 class Rotations(nn.Module):
     """Calls whose operators get empty lists: of strides, and of weights."""
 

@@ -285,7 +285,9 @@ def _check_positions(op: str, q: Tensor, batch: int, tokens: int, a: dict[str, A
         axes = () if a["sections"] is None else (3,)
         shape = shape_of(positions)
         allowed = [(*axes, tokens), (*axes, batch, tokens), (*axes, 1, tokens)]
-        if not any(shape == one for one in allowed):  # not `in`: torch.compile would not guard on dynamic sizes
+        # Not `in`: torch.compile would not guard on dynamic sizes. Tuples of other lengths are compared up to where they end,
+        # which would tie the tokens to the batch in an export.
+        if not any(len(shape) == len(one) and shape == one for one in allowed):
             fix = "pass a position for every token" + (" and axis" if axes else "")
             fail(op, "positions", f"have shape {allowed[0]} or {allowed[1]}", shape, fix)
     sequences = batch
