@@ -155,7 +155,7 @@ def test_heads_of_another_width_are_refused_where_the_whole_head_rotates(table: 
     [
         ({"table": "angles"}, r"RotaryEmbedding: table must be one of inv_freq, cos_sin, got 'angles'; "),
         ({"max_positions": 0}, r"RotaryEmbedding: max_positions must be at least 1, got 0; "),
-        ({"rotary_dim": 32}, r"RotaryEmbedding: rotary_dim must be at most head_dim = 16, got 32; "),
+        ({"rotary_dim": 32}, r"RotaryEmbedding: rotary_dim must be even and from 2 to head_dim = 16, got 32; "),
         ({"rotary_dim": 7}, r"rope_tables: rotary_dim must be even, got 7; "),
         ({"layout": "x"}, r"RotaryEmbedding: layout must be one of bshd, .*, got 'x'; "),
         ({"pairing": "x"}, r"RotaryEmbedding: pairing must be one of half, .*, got 'x'; "),

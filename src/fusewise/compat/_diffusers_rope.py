@@ -341,8 +341,7 @@ def rope_apply(x: Tensor, grid_sizes: Tensor, freqs: Tensor, time_stride: int = 
     axes = torch.where(axes < rows, axes, -1)  # outside the table: NaN
     axes = torch.where(at < frames * plane, axes, rows)  # padding: the appended row, the identity
     freqs = freqs.to(table_dtype(x, freqs))
-    if freqs.is_complex():
-        freqs = torch.cat((freqs, freqs.new_ones(1, pairs)))
+    freqs = torch.cat((freqs, freqs.new_ones(1, pairs)))
     sections = pairs - 2 * (pairs // 3), pairs // 3, pairs // 3
     tables = complex_tables(freqs)
     return rotate_pair(x, None, **tables, positions=axes, sections=sections, layout="bshd", pairing="interleaved")[0]

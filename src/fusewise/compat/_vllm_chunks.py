@@ -93,8 +93,6 @@ class DualChunkRotaryEmbedding(RotaryEmbedding):
         if len(shape) != 1:
             fail(op, "positions", "have shape (tokens,)", tuple(shape), "flatten them, and query and key with them")
         check_tensor(op, "positions", positions, INTS, q.device)
-        if offsets is not None:
-            check_tensor(op, "offsets", offsets, INTS, q.device)
         at, chunk = moved(op, positions, offsets), self.chunk_size
         step = chunk - self.local_size
         place = at % step

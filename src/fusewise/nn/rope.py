@@ -82,10 +82,6 @@ class RotaryEmbedding(nn.Module):
         self.head_dim = check_count("RotaryEmbedding", "head_dim", head_dim)
         self._whole = rotary_dim is None
         self.rotary_dim = head_dim if rotary_dim is None else check_count("RotaryEmbedding", "rotary_dim", rotary_dim)
-        if self.rotary_dim > head_dim:
-            raise ValueError(
-                f"RotaryEmbedding: rotary_dim must be at most head_dim = {head_dim}, got {rotary_dim}; lower it"
-            )
         self.base, self.rope_type, self.rope_arguments = base, rope_type, parameters
         self.table, self.max_positions = table, check_count("RotaryEmbedding", "max_positions", max_positions)
         self.options: dict[str, Any] = {
