@@ -114,8 +114,9 @@ def stable_audio(dtype: torch.dtype, batch: int) -> Case:
 
 
 def stable_audio3(dtype: torch.dtype, batch: int) -> Case:
-    a = angles(S + 3, 4)
-    freqs, last = twice(a), a[3:].double()[:, None]
+    earlier = 3 * (batch - 1)
+    a = angles(earlier + S, 4)
+    freqs, last = twice(a), a[earlier:].double()[:, None]
     statement = lambda x: rotate(x, last.cos(), last.sin())  # noqa: E731
     return lambda x: diffusers.apply_rotary_partial(x, freqs), packed(dtype=dtype), statement
 
@@ -148,7 +149,7 @@ def kandinsky5(dtype: torch.dtype, batch: int) -> Case:
 
 
 def kolors(dtype: torch.dtype, batch: int) -> Case:
-    a = angles(S + 2, batch, 3)
+    a = angles(S + 2 * (batch - 1), batch, 3)
     cache = torch.stack((a.cos(), a.sin()), -1).to(dtype)
     at = cache[:S, :, None, :, 0], cache[:S, :, None, :, 1]
     statement = lambda x: rotate(x, *at, interleaved=True)  # noqa: E731

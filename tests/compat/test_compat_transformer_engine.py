@@ -149,7 +149,7 @@ def test_angles_of_each_sequence() -> None:
 
 @pytest.mark.parametrize("tensor_format", ["sbhd", "bshd"])
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize(("start", "cp"), [(False, (1, 0)), (True, (1, 0)), (False, (2, 1))])
+@pytest.mark.parametrize(("start", "cp"), [(False, (1, 0)), (True, (1, 0)), (False, (3, 1))])
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_apply_fused_qkv_rotary_pos_emb(

@@ -72,8 +72,11 @@ def test_five_queries_and_a_key(is_neox: bool, width: int, table: Any, dtype: An
 def test_the_longest_rows_are_there(local: int) -> None:
     layer = DualChunkRotaryEmbedding(D, D, ROWS, BASE, True, torch.float32, CHUNK, local).to(DEVICE)
     positions = torch.arange(ROWS, device=DEVICE)
-    query, key = layer(positions, randn(ROWS, D), randn(ROWS, D))
+    q = randn(ROWS, D)
+    query, key = layer(positions, q, randn(ROWS, D))
     assert not query.isnan().any() and not key.isnan().any()
+    of_earlier_chunks = [min(2 * (CHUNK - local) - 1, CHUNK)] * ROWS
+    assert_rotated(query[:, 2 * D : 3 * D], turned(q, of_earlier_chunks))
 
 
 def test_scores_are_those_of_plain_rope() -> None:

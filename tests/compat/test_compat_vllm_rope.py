@@ -115,15 +115,15 @@ def test_mrope_compiles_to_one_graph() -> None:
 def test_next_positions() -> None:
     assert MRotaryEmbedding.get_next_input_positions(-3, 10, 12) == [[7, 8]] * 3
     numpy = pytest.importorskip("numpy")
-    out = numpy.zeros((3, 6), dtype=numpy.int64)
+    out = numpy.zeros((3, 7), dtype=numpy.int64)
     MRotaryEmbedding.get_next_input_positions_tensor(out, 2, -3, 10, 3)
-    assert out.tolist() == [[0, 0, 7, 8, 9, 0]] * 3
+    assert out.tolist() == [[0, 0, 7, 8, 9, 0, 0]] * 3
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_triton_mrope(interleaved: bool, is_neox: bool) -> None:
-    width, sections = 18, (3, 3, 3)
+    width, sections = 22, (5, 4, 2)
     q, k, _ = randn(N, (HQ + HK + 1) * D).split([HQ * D, HK * D, D], -1)
     both = randn(3, N, width)
     for cos, sin in (both.chunk(2, -1), [x.contiguous() for x in both.chunk(2, -1)]):
@@ -209,6 +209,10 @@ FLAT = torch.zeros(N, D)
         (
             lambda m: triton_mrope(FLAT, FLAT.clone(), FLAT, FLAT, [4, 6, 6], D, D, False, True),
             r"cos must have shape \(3, tokens, rotary_dim / 2\), got \(9, 32\); ",
+        ),
+        (
+            lambda m: triton_mrope(FLAT, FLAT.clone(), *[torch.zeros(2, N, 16)] * 2, [4, 6, 6], D, D, False, True),
+            r"cos must have shape \(3, tokens, rotary_dim / 2\), got \(2, 9, 16\); ",
         ),
         (lambda m: apply_interleaved_rope(FLAT, [4, 6, 6]), r"x must have shape \(3, …, pairs\), got \(9, 32\); "),
         (

@@ -30,6 +30,14 @@ def test_from_config_reads_current_and_older_attributes() -> None:
         assert torch.equal(module.inv_freq, expected)
     plain = RotaryEmbedding.from_config(SimpleNamespace(head_dim=32, rope_scaling=None, rope_theta=1e6))
     assert torch.equal(plain.inv_freq, tables.default(rotary_dim=32, base=1e6)[0])
+    factors = {"short_factor": [1.5] * 8, "long_factor": [4.0] * 8}
+    beside = SimpleNamespace(
+        head_dim=16, max_position_embeddings=4096, original_max_position_embeddings=128,
+        rope_scaling={"type": "su", **factors},
+    )  # fmt: skip
+    expected, scaling = tables.longrope(rotary_dim=16, original_max_position_embeddings=128, factor=32.0, **factors)
+    module = RotaryEmbedding.from_config(beside)
+    assert torch.equal(module.inv_freq, expected) and module.scaling == scaling > 1
 
 
 def test_from_config_of_mla_rotates_the_trailing_part() -> None:
@@ -44,6 +52,8 @@ def test_from_config_of_mla_rotates_the_trailing_part() -> None:
     assert torch.equal(module(q)[..., :128], q[..., :128])
     shared = qk(head_dim=64)[1]
     assert torch.equal(module(shared), rope(shared, inv_freq=module.inv_freq, scale=module.scaling, pairing="interleaved_to_half"))  # fmt: skip
+    config.rope_interleave = False
+    assert RotaryEmbedding.from_config(config).options["pairing"] == "half"
 
 
 def test_from_config_by_layer_type() -> None:
