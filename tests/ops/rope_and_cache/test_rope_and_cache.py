@@ -64,6 +64,24 @@ def test_matches_the_oracle(name: str, place: Place) -> None:
     check(before, after, storages, CASES[name].options.get("write_k", True))
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_repeated_call_is_like_the_first(name: str) -> None:
+    made, _ = make(CASES[name]).copy()
+    again, _ = made.copy()
+    for one in (made, again):
+        fusewise.rope_and_cache_(one.q, one.k, one.v, **one.arguments(), impl="reference")
+    for x, y in zip(made.written(), again.written(), strict=True):
+        assert_bits(x, y)
+
+
+def test_a_key_that_is_only_read_may_share_its_heads() -> None:
+    made = make(CASES["vllm"])
+    k, expected = made.k[:, :1].expand(made.k.shape), made.key_cache.clone()
+    for key, cache in ((k.contiguous(), expected), (k, made.key_cache)):
+        fusewise.rope_and_cache_(made.q, key, made.v, **{**made.arguments(), "key_cache": cache}, write_k=False)
+    assert_bits(made.key_cache, expected)
+
+
 @every_place
 def test_one_of_the_tokens_of_a_slot_is_cached(place: Place) -> None:
     """If several tokens have the same slot, each element comes from one of them, and no other slot is written."""

@@ -161,7 +161,7 @@ def _check_values(k: Tensor, v: Tensor, layout: str) -> None:
         fail(OP, "v", f"have the dtype of k, {dtype_of(k)}", dtype_of(v), f"call v.to(torch.{dtype_of(k)})", TypeError)
     if v.device != k.device:
         fail(OP, "v", f"be on the device of k, {k.device}", v.device, f"call v.to({str(k.device)!r})")
-    if v.dim() != k.dim() or v.shape[:-1] != k.shape[:-1]:
+    if v.shape[:-1] != k.shape[:-1]:
         form = f"{shape_of(k)[:-1]} and a width"
         fail(
             OP, "v", f"have the tokens and heads of k in layout {layout}, {form}", shape_of(v), "check the layout of v"
