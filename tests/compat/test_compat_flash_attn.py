@@ -117,6 +117,7 @@ def test_a_last_dimension_that_is_not_contiguous() -> None:
     cos, sin = table()
     x = randn(B, T, D, H).transpose(2, 3)
     assert_rotated(apply_rotary_emb(x, cos, sin), rotate(x, rows(cos, 0), rows(sin, 0)))
+    assert_rotated(apply_rotary_emb_torch(x, cos[:T], sin[:T]), rotate(x, rows(cos, 0), rows(sin, 0)))
     with pytest.raises(ValueError, match=r"rope_: q must have a contiguous last dimension"):
         apply_rotary_emb(x, cos, sin, inplace=True)
 

@@ -78,6 +78,7 @@ MLPS: list[tuple[Any, Any]] = [
     (lambda: liger.LigerBlockSparseTop2MLP(config()), separate(functional.silu, ("w1", "w3", "w2"))),
     (lambda: transformers.GemmaMLP(config(hidden_act="gelu_pytorch_tanh")), separate(gelu_tanh)),
     (lambda: transformers.GemmaMLP(config(hidden_act="gelu", hidden_activation=None)), separate(gelu_tanh)),
+    (lambda: transformers.GemmaMLP(config(hidden_act="gelu", hidden_activation="silu")), SILU),
     (lambda: transformers.Gemma2MLP(config(hidden_activation="gelu")), separate(functional.gelu)),
     (lambda: transformers.LlamaMLP(config(mlp_bias=True)), SILU),
     (lambda: transformers.LlamaMLP(config(hidden_act="relu")), separate(torch.relu)),

@@ -97,8 +97,9 @@ def test_single_tensors() -> None:
 
 
 @pytest.mark.parametrize("function", [compat.apply_rotary_pos_emb_vision, liger.liger_rotary_pos_emb_vision])
-def test_vision(function: Any) -> None:
-    cos, sin = table(D, 1)
+@pytest.mark.parametrize("width", [D, D // 2])
+def test_vision(function: Any, width: int) -> None:
+    cos, sin = table(width, 1)
     q, k = randn(T, HQ, D, dtype=torch.bfloat16), randn(T, HK, D, dtype=torch.bfloat16)
     for y, x in zip(function(q, k, *twice(cos[0], sin[0])), (q, k), strict=True):
         assert_rotated(y, rotate(x, cos[0][:, None], sin[0][:, None]))

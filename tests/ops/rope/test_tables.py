@@ -328,6 +328,16 @@ _F = tables.default(rotary_dim=8)[0]
             r"beta_fast must be at least beta_slow = 2, got 1; ",
         ),
         (
+            lambda: tables.yarn(rotary_dim=8, factor=2.0, original_max_position_embeddings=64, beta_fast=-1),
+            ValueError,
+            r"beta_fast must be finite and above 0, got -1; ",
+        ),
+        (
+            lambda: tables.yarn(rotary_dim=8, factor=2.0, original_max_position_embeddings=64, beta_slow=-1),
+            ValueError,
+            r"beta_slow must be finite and above 0, got -1; ",
+        ),
+        (
             lambda: tables.longrope(
                 rotary_dim=8, short_factor=[1.0] * 3, long_factor=[1.0] * 4, original_max_position_embeddings=64, factor=2.0
             ),
@@ -350,6 +360,11 @@ _F = tables.default(rotary_dim=8)[0]
             lambda: tables.proportional(rotary_dim=8, partial_rotary_factor=1.5),
             ValueError,
             r"partial_rotary_factor must be in \[0, 1\], got 1.5; ",
+        ),
+        (
+            lambda: tables.proportional(rotary_dim=8, partial_rotary_factor=-0.5),
+            ValueError,
+            r"partial_rotary_factor must be finite and at least 0, got -0.5; ",
         ),
         (lambda: tables.from_config([], 64), TypeError, r"rope_parameters must be a mapping, got list; "),
         (
