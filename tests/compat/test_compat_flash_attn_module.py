@@ -18,7 +18,7 @@ from .test_compat_flash_attn import ROWS, B, D, H, T, randn
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_embedding_module(scale_base: float | None, interleaved: bool) -> None:
     module = RotaryEmbedding(8, base=100.0, interleaved=interleaved, scale_base=scale_base, device=DEVICE)
-    assert module.state_dict() == {}
+    assert module.state_dict() == {} and (module.scale is None) == (scale_base is None)
     i, p = torch.arange(4, device=DEVICE).double(), torch.arange(T, device=DEVICE).double()
     angles = p[:, None] * 100.0 ** (-2 * i / 8)
     growth = torch.ones_like(angles)
@@ -42,15 +42,14 @@ def test_rotary_embedding_module(scale_base: float | None, interleaved: bool) ->
     assert_rotated(kv_out, torch.stack((expected[1], v.double()), 2), angle_error=1e-6)
 
     if scale_base is None:  # not for XPos, which scales by the distance from the middle of the table
-        shifted = module(
-            torch.stack((q, k, v), 2)[:, :2].clone(), seqlen_offset=torch.tensor([1, 3], device=DEVICE), max_seqlen=T
-        )
-        at = torch.tensor([[1, 2], [3, 4]], device=DEVICE)
-        assert_rotated(
-            shifted[:, :, 0],
-            rotate(q[:, :2], q_table[0][0, at.flatten(), 0].view(2, 2, 1, 4), q_table[1][0, at.flatten(), 0].view(2, 2, 1, 4), interleaved=interleaved),
-            angle_error=1e-6,
-        )  # fmt: skip
+        start, at = torch.tensor([1, 3], device=DEVICE), torch.tensor([[1, 2], [3, 4]], device=DEVICE)
+        for longest in (T, None):  # None: the table of earlier calls
+            shifted = module(torch.stack((q, k, v), 2)[:, :2].clone(), seqlen_offset=start, max_seqlen=longest)
+            assert_rotated(
+                shifted[:, :, 0],
+                rotate(q[:, :2], q_table[0][0, at.flatten(), 0].view(2, 2, 1, 4), q_table[1][0, at.flatten(), 0].view(2, 2, 1, 4), interleaved=interleaved),
+                angle_error=1e-6,
+            )  # fmt: skip
 
 
 def test_rotary_embedding_forgets_the_tables_of_a_trace() -> None:

@@ -102,8 +102,18 @@ def test_yarn_scaling(changes: dict[str, Any], scaling: float) -> None:
 def test_yarn_without_truncation_ramps_between_the_exact_pairs() -> None:
     low, high = (64 * math.log(4096 / (turns * 2 * math.pi)) / (2 * math.log(10000)) for turns in (32, 1))
     frequencies, _ = tables.from_config(DEEPSEEK_V3 | {"truncate": False}, 64)
-    ramp = (16 - low) / (high - low)
-    assert frequencies[16].item() == pytest.approx(0.01 * (1 - ramp) + 0.01 / 40 * ramp, rel=2.0**-23)
+    trained = [10000 ** (-i / 32) for i in range(32)]
+    ramp = [min(max((i - low) / (high - low), 0), 1) for i in range(32)]
+    expected = [f * (1 - r) + f / 40 * r for f, r in zip(trained, ramp, strict=True)]
+    assert torch.equal(frequencies, torch.tensor(expected, dtype=torch.float64).float())
+
+
+@pytest.mark.parametrize("parameters", [DEEPSEEK_V3, LONGROPE | {"factor": 4.0}, LLAMA_31, GEMMA_4])
+def test_frequencies_are_on_the_cpu_whatever_the_default_device(parameters: dict[str, Any]) -> None:
+    expected, scaling = tables.from_config(parameters, 96)
+    with torch.device("meta"):
+        frequencies, same = tables.from_config(parameters, 96)
+    assert torch.equal(frequencies, expected) and same == scaling
 
 
 @pytest.mark.parametrize(
