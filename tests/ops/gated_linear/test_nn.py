@@ -188,6 +188,26 @@ def test_a_sparse_weight_of_a_gated_linear_is_named() -> None:
         module(torch.randn(3, 16))
 
 
+@pytest.mark.parametrize(
+    ("error", "message", "x"),
+    [
+        (ValueError, r"of {}, \(..., D\) = \(\d+, 8\), got \(3, 5\); pass ", torch.randn(3, 5)),
+        (
+            TypeError,
+            r"the dtype of {}, float32, got bfloat16; call x.to\(torch.float32\)",
+            torch.randn(3, 8).bfloat16(),
+        ),
+        (ValueError, "be on the device of {}, cpu, got meta; call x.to", torch.randn(3, 8, device="meta")),
+    ],
+)
+@pytest.mark.parametrize(("kind", "weight"), [(GatedLinear, "weight"), (GatedMLP, "w_up")])
+def test_an_input_that_does_not_fit_a_module_is_named(kind: Any, weight: str, error: Any, message: str, x: Any) -> None:
+    """Not the weight, which the caller of a module did not pass."""
+    module = kind(8, 6, activation="silu")
+    with pytest.raises(error, match=r"^gated_\w+: x must .*" + message.format(weight)):
+        module(x)
+
+
 def test_biases_dtypes_and_devices() -> None:
     module = GatedMLP(8, 12, bias=True, activation="gelu_tanh", dtype=torch.bfloat16)
     assert module(torch.randn(3, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16

@@ -58,6 +58,11 @@ def _check(
     names = list(tensors)
     weight, weight_gate, bias, bias_gate, *down = tensors.values()
     features = x.shape[-1]
+    if isinstance(weight, torch.nn.Parameter):  # of a module: where x does not fit, it is x that the caller can change
+        _check_like(op, "x", x, weight, names[0])
+        if weight.dim() > 0 and features != weight.shape[-1]:
+            contract = f"have the last dimension of {names[0]}, (..., D) = {tuple(weight.shape)}"
+            fail(op, "x", contract, tuple(x.shape), "pass the features that the layer takes")
     for name, value in zip(names[:2], (weight, weight_gate), strict=True):
         if value is not None or name == names[0]:
             _check_like(op, name, value, x)
@@ -126,19 +131,19 @@ def check_tensor(op: str, name: str, value: Any) -> None:
         fail(op, name, "be a strided tensor", value.layout, f"call {name}.to_dense()", TypeError)
 
 
-def _check_like(op: str, name: str, value: Any, x: Tensor) -> None:
+def _check_like(op: str, name: str, value: Any, x: Tensor, of: str = "x") -> None:
     check_tensor(op, name, value)
     if value.dtype != x.dtype:
         fail(
             op,
             name,
-            f"have the dtype of x, {dtype_name(x.dtype)}",
+            f"have the dtype of {of}, {dtype_name(x.dtype)}",
             dtype_name(value.dtype),
             f"call {name}.to(torch.{dtype_name(x.dtype)})",
             TypeError,
         )
     if value.device != x.device:
-        fail(op, name, f"be on the device of x, {x.device}", value.device, f"call {name}.to({str(x.device)!r})")
+        fail(op, name, f"be on the device of {of}, {x.device}", value.device, f"call {name}.to({str(x.device)!r})")
 
 
 def _check_matrix(
