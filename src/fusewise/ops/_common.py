@@ -179,6 +179,27 @@ def unpacked(saved: Iterable[Any], dtype: torch.dtype | None = None) -> list[Any
     return [None if x is None else unit_stride(x if dtype in (None, x.dtype) else x.to(dtype)) for x in saved]
 
 
+def save(ctx: Any, tensors: tuple[Tensor | None, ...]) -> None:
+    """Save tensors of several dtypes for the backward of an autograd function, which gets them from `restored`."""
+    ctx.save_for_backward(*tensors)
+    ctx.kinds = [None if x is None else (x.dtype, x.shape, x.device) for x in tensors]
+
+
+def restored(op: str, ctx: Any) -> list[Any]:
+    """What `save` has saved, in the dtypes that it had: see `unpacked`. Hooks must keep values, shapes and devices."""
+    found = []
+    for x, kind in zip(ctx.saved_tensors, ctx.kinds, strict=True):
+        if x is not None:
+            dtype, *place = kind
+            if not torch.compiler.is_compiling() and [x.shape, x.device] != place:
+                contract = f"have the shape and device of what it got, {tuple(place[0])} and {place[1]}"
+                fix = "undo in its unpack what its pack did"
+                fail(op, "what a saved-tensor hook returns", contract, f"{tuple(x.shape)} and {x.device}", fix)
+            x = x if x.dtype == dtype else x.to(dtype)
+        found.append(x)
+    return found
+
+
 def kinds(values: Iterable[Any]) -> list[Any]:
     """The types of values in a key, including those of tuple elements: 0.0 and False equal 0 but are invalid."""
     return [tuple(map(type, value)) if type(value) is tuple else type(value) for value in values]

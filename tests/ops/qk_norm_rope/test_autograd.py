@@ -84,11 +84,15 @@ def test_expanded_gradient(place: Place) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("unpack", [lambda t: torch.stack((t, t), -1)[..., 0], Tensor.float, Tensor.double])
 @pytest.mark.parametrize("place", places())
-def test_a_hook_may_bring_back_other_strides(place: Place) -> None:
-    made = build(NormCase(Case(name="hook", batch=1, tokens=3, heads=2, kv_heads=1)), place.device)
+def test_a_hook_may_bring_back_other_strides_or_another_dtype(place: Place, unpack: Any) -> None:
+    case = Case(
+        name="hook", batch=1, tokens=3, heads=2, kv_heads=1, dtype="bf16", options={"offset": torch.tensor([2])}
+    )
+    made = build(NormCase(case), place.device)
     tensors = [x.detach().requires_grad_() for x in (*made.xs, *made.weights)]
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: torch.stack((t, t), -1), lambda t: t[..., 0]):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
         ys = made.call(tuple(tensors[:2]), tuple(tensors[2:]), impl=place.impl)
     for got, exact in zip(torch.autograd.grad(ys, tensors, made.dys), made.run(place.impl)[1], strict=True):
         torch.testing.assert_close(got, exact)

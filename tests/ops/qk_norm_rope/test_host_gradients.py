@@ -199,7 +199,7 @@ def test_what_is_saved_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.autograd.grad(ys, leaves, made.dys)
 
 
-@pytest.mark.parametrize("unpack", [lambda x: torch.stack((x, x), -1)[..., 0], lambda x: x.double().to(x.dtype).t().contiguous().t() if x.dim() == 2 else x.clone()], ids=["spread", "packed"])  # fmt: skip
+@pytest.mark.parametrize("unpack", [lambda x: torch.stack((x, x), -1)[..., 0], lambda x: x.double().to(x.dtype).t().contiguous().t() if x.dim() == 2 else x.clone(), Tensor.float], ids=["spread", "packed", "float"])  # fmt: skip
 def test_what_a_hook_gives_back_may_be_laid_out_otherwise(
     unpack: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +210,18 @@ def test_what_a_hook_gives_back_may_be_laid_out_otherwise(
         ys = outputs(made, leaves)
     for x, exact in zip(torch.autograd.grad(ys, leaves, made.dys), want, strict=True):
         torch.testing.assert_close(x, exact)
+
+
+@pytest.mark.parametrize("wrong", [Tensor.flatten, lambda x: x.to("meta")])
+def test_what_a_hook_gives_back_must_have_shape_and_device(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = build(CASES["heads"])
+    leaves = leaves_of(remembered(made, monkeypatch))
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, wrong):
+        ys = outputs(made, leaves)
+    with pytest.raises(
+        ValueError, match=r"^qk_norm_rope: what a saved-tensor hook returns must have the shape and device of "
+    ):
+        torch.autograd.grad(ys, leaves, made.dys)
 
 
 @pytest.mark.parametrize("wrong", [lambda dy: dy.double(), lambda dy: dy[:, :1], lambda dy: dy.flatten()])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fusewise
-from fusewise.ops.rope import _op, reference
+from fusewise.ops.rope import _host, _op, reference
 
 from .support import RECORDING_NOTHING, Place, assert_bits, make_table, places, require
 
@@ -179,6 +181,54 @@ def test_nothing_of_q_or_k_is_saved() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         fusewise.rope(q, k, **kwargs)
     assert {x.data_ptr() for x in saved} == {kwargs["cos"].data_ptr(), kwargs["sin"].data_ptr()}
+
+
+def every_second(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The change of every second tensor: of sin, not of cos."""
+    count = itertools.count()
+    return lambda x: change(x) if next(count) % 2 else x
+
+
+# What may come back from a saved-tensor hook, besides the tensor itself.
+BROUGHT_BACK: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+    "float64": lambda: Tensor.double,
+    "sin alone in float64": lambda: every_second(Tensor.double),
+    "strides": lambda: lambda x: torch.stack((x, x), -1)[..., 0],
+    "strides of sin alone": lambda: every_second(lambda x: x.t().contiguous().t()),
+}
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("brought_back", BROUGHT_BACK)
+@every_place_and_the_interpreter
+def test_a_hook_may_bring_back_another_dtype_or_other_strides(place: Place, brought_back: str, quick: bool) -> None:
+    """Of the table and of the integers that say where tokens are."""
+    q, k, kwargs = inputs(place)
+    positions, offset = (torch.tensor(x, device=place.device, dtype=torch.int32) for x in ([3, 0, 4, 1], [2, 0]))
+    dys = torch.randn_like(q), torch.randn_like(k)
+    for where in ({"positions": positions}, {"offset": offset}):
+        want = torch.autograd.grad(fusewise.rope(q, k, **kwargs, **where), (q, k), dys)
+        with contextlib.nullcontext() if quick else _host.through_python():
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x, BROUGHT_BACK[brought_back]()):
+                ys = fusewise.rope(q, k, **kwargs, **where)
+            for found, gradient in zip(torch.autograd.grad(ys, (q, k), dys), want, strict=True):
+                assert_bits(found, gradient)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("wrong", [Tensor.flatten, lambda x: x[..., :2], lambda x: x.to("meta")])
+@every_place
+def test_a_hook_must_bring_back_shape_and_device(place: Place, wrong: Callable[[Tensor], Tensor], quick: bool) -> None:
+    """A kernel would read other memory."""
+    q, _, kwargs = inputs(place)
+    fusewise.rope(q, **kwargs)
+    with contextlib.nullcontext() if quick else _host.through_python():
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, wrong):
+            y = fusewise.rope(q, **kwargs)
+        with pytest.raises(
+            ValueError, match=r"^rope: what a saved-tensor hook returns must have the shape and device of "
+        ):
+            y.sum().backward()
 
 
 @every_place

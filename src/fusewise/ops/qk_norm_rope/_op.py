@@ -24,6 +24,8 @@ from .._common import (
     empty_like,
     recorded_by_operators,
     records_gradients,
+    restored,
+    save,
     transforms_active,
     unpacked,
     wants_formula,
@@ -31,7 +33,7 @@ from .._common import (
 from .._register import register
 from ..rope import _host
 from ..rope._auto import table_of
-from ..rope._op import readable
+from ..rope._op import as_kernels_read, readable
 from ..rope._problem import Rotation, Spec
 from . import _native, reference
 from ._problem import Norm
@@ -177,7 +179,7 @@ class _QkNormRope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
         q, k, q_weight, k_weight, *call = inputs
-        ctx.save_for_backward(q, k, q_weight, k_weight, *call[:5])
+        save(ctx, (q, k, q_weight, k_weight, *call[:5]))
         ctx.rest = call[5:]
         ctx.set_materialize_grads(False)
         ys = _op(*lists(q, k, q_weight, k_weight), *call)
@@ -188,7 +190,7 @@ class _QkNormRope(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
+        saved = restored("qk_norm_rope", ctx)
         call = (*saved[4:], *ctx.rest)
         return *gradients(dys, saved[:4], call, ctx.needs_input_grad[:4]), *(None,) * len(call)
 
@@ -201,6 +203,7 @@ def gradients(
 ) -> list[Tensor | None]:
     """The gradients that are needed of the four `inputs`: q, k and their weights."""
     q, k, q_weight, k_weight = unpacked(inputs)
+    call = as_kernels_read(call)
     # Under tracing, gradients that are not wanted are passed as well.
     given = {i: readable(dy) for i, dy in enumerate(dys) if dy is not None and (needed[i] or needed[2 + i])}
     results: list[Tensor | None] = [None] * 4

@@ -20,13 +20,15 @@ from .._common import (
     jit_traces,
     recorded_by_operators,
     records_gradients,
+    restored,
+    save,
     transforms_active,
     unit_stride,
 )
 from .._overlap import check_apart
 from .._register import copies_wrongly, register, with_tail, without_tail
 from . import _auto, _host
-from ._problem import Spec, layout_dims, rotated_rank, transposed_spec
+from ._problem import Spec, layout_dims, rotated_rank, same_strides, transposed_spec
 
 # Schema of the arguments after the rotated tensors, the same in every operator: a `Rotation` and the implementation
 # name or "auto".
@@ -222,7 +224,7 @@ def _forward(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
     q, k, *tensors, offset, spec, impl = inputs[:10]
-    ctx.save_for_backward(*tensors)
+    save(ctx, tuple(tensors))
     ctx.rest = offset, spec, impl
     ctx.present = q is not None, k is not None
     # Outputs are dense in the stride order of their input, which is the layout that its gradient should have.
@@ -236,7 +238,7 @@ def _backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
     dq, dk = dys if all(ctx.present) else (dys[0], None) if ctx.present[0] else (None, dys[0])
     wants_q, wants_k, *_ = ctx.needs_input_grad
     dq, dk = dq if wants_q else None, dk if wants_k else None
-    return *gradients((dq, dk), (*ctx.saved_tensors, *ctx.rest), ctx.strides), *(None,) * 8
+    return *gradients((dq, dk), (*restored("rope", ctx), *ctx.rest), ctx.strides), *(None,) * 8
 
 
 def gradients(
@@ -245,11 +247,20 @@ def gradients(
     """Gradients of q and k from those of the outputs, differentiable in turn; either may be None."""
     dq, dk = dys
     if dq is not None or dk is not None:
-        *rest, spec, impl = call
+        *rest, spec, impl = as_kernels_read(call)
         call = (*rest, transposed_spec(spec), impl)
         dq, dk = _readable(dq), _readable(dk)
         dq, dk = _rotate(dq, dk, call, (_strides(dq, strides[0]), _strides(dk, strides[1])))
     return dq, dk
+
+
+def as_kernels_read(call: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a backward that follow the gradients, with strides that kernels can read: a saved-tensor hook may have
+    changed them, also of sin alone."""
+    cos, sin, positions, offsets, cu_seqlens, *rest = call
+    if sin is not None and not same_strides(cos, sin):
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return cos, sin, positions, *(None if x is None else unit_stride(x) for x in (offsets, cu_seqlens)), *rest
 
 
 def _jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, *of_tables: Any) -> Any:

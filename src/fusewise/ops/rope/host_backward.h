@@ -194,6 +194,14 @@ struct Geometry {
         device(x.device()),
         sizes(x.sizes().begin(), x.sizes().end()),
         strides(x.strides().begin(), x.strides().end()) {}
+  // x as a saved-tensor hook has brought it back, in the dtype that it had. Hooks must keep values, sizes and device.
+  Tensor restored(Tensor x, const char* op) const {
+    if (!x.defined()) return x;
+    TORCH_CHECK_VALUE(x.sizes() == sizes && x.device() == device, op, ": what a saved-tensor hook returns must have the shape and "
+                      "device of what it got, ", at::IntArrayRef(sizes), " and ", device, ", got ", x.sizes(), " and ", x.device(),
+                      "; undo in its unpack what its pack did");
+    return x.scalar_type() == dtype ? x : x.to(dtype);
+  }
   bool of(const Tensor& x) const {
     return dense(x) && x.scalar_type() == dtype && x.device() == device && x.sizes() == sizes && x.strides() == strides;
   }
@@ -254,7 +262,7 @@ struct Backward : torch::autograd::CppNode<Traced<FORM>> {
 
   variable_list apply(variable_list&& dys) override {
     Tensor tensors[SAVED];
-    for (int i = 0; i < SAVED; ++i) tensors[i] = saved[i].unpack();
+    for (int i = 0; i < SAVED; ++i) tensors[i] = unpacked(i);
     const Tensor* given = nullptr;
     bool ordinary = no_active_modes();
     for (size_t o = 0; o < dys.size(); ++o) {
@@ -283,6 +291,8 @@ struct Backward : torch::autograd::CppNode<Traced<FORM>> {
   }
 
  private:
+  Tensor unpacked(int i) const { return planned[i].restored(saved[i].unpack(), OP); }
+
   static bool recorded(const Tensor& x) { return at::GradMode::is_enabled() && x.defined() && x.requires_grad(); }
 
   // Whether a gradient of an output is used.
@@ -304,7 +314,7 @@ struct Backward : torch::autograd::CppNode<Traced<FORM>> {
     auto& context = this->ctx_;
     this->set_ctx_grad_fn(this->getptr());
     variable_list tensors;
-    for (const SavedVariable& variable : saved) tensors.push_back(variable.unpack());
+    for (int i = 0; i < SAVED; ++i) tensors.push_back(unpacked(i));
     context.save_for_backward(std::move(tensors));
     this->save_variables_to_ctx();
     context.set_materialize_grads(false);
