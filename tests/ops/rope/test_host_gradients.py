@@ -32,12 +32,19 @@ def remembered(**kwargs: Any) -> dict[str, Any]:
     return kwargs
 
 
+def retained(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    q, k = q * 2, k * 2
+    k.retain_grad()
+    return fusewise.rope_(q, k, **TABLE)  # type: ignore[no-any-return]
+
+
 GRADIENTS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "plain": lambda q, k: fusewise.rope(q, k, **TABLE),
     "twice": lambda q, k: fusewise.rope(*fusewise.rope(q, k, **TABLE), **TABLE, offset=3),
     "checkpoint": lambda q, k: checkpoint(lambda q, k: fusewise.rope(q, k, **TABLE), q, k, use_reentrant=False),
     "in place": lambda q, k: fusewise.rope_(q * 2, k * 2, **TABLE),
     "in place on views": lambda q, k: fusewise.rope_((q * 2)[:], (k * 2)[:], **TABLE),
+    "in place after retain_grad": retained,
     "one of them": lambda q, k: (fusewise.rope(q, **TABLE), k),
     "one that requires none": lambda q, k: (fusewise.rope(q, k.detach(), **TABLE)[0], k),
     "only one is used": lambda q, k: (fusewise.rope(q, k, **TABLE)[0], k),

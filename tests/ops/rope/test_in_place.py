@@ -107,6 +107,21 @@ def test_gradient_through_views_of_packed_qkv(place: Place, both: bool) -> None:
     assert_bits(dqkv, want)
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_gradients_retained_before_the_write(together: bool) -> None:
+    """They are those of the rotated tensors, as after torch's own in-place functions. Torch cannot do this where a tensor
+    changes its place among the results of the functions that it comes from: k, here the only one, or the second before."""
+    leaf = torch.randn(1, 4, 3, 16, requires_grad=True)
+    for _ in range(2):
+        q, k = fusewise.rope(leaf, leaf, **TABLE) if together else (leaf * 1, leaf * 2)
+        q.retain_grad()
+        k.retain_grad()
+        fusewise.rope_(q, k, **TABLE)
+        (q.square().sum() + k.exp().sum()).backward()
+        for gradient, want in zip((q.grad, k.grad), (2 * q, k.exp()), strict=True):
+            torch.testing.assert_close(gradient, want.detach())
+
+
 def test_what_does_not_require_grad_stays_so() -> None:
     """With q requiring grad, k is written and remains a leaf."""
     q, k = torch.randn(1, 4, 2, 16).requires_grad_() * 1, torch.randn(1, 4, 2, 16)

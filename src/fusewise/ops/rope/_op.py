@@ -372,8 +372,8 @@ def _copy(rotated: Any, to: tuple[Tensor, ...]) -> None:
 
 def _rebased_apart(q: Tensor, k: Tensor) -> bool:
     """Whether autograd needs one call per tensor: it rebases the history of a view only for single-output functions,
-    and makes every output of a function require grad."""
-    return q._is_view() or k._is_view() or q.requires_grad != k.requires_grad
+    makes every output of a function require grad, and moves the hook of `retain_grad` only between outputs of equal number."""
+    return q._is_view() or k._is_view() or q.requires_grad != k.requires_grad or (k.retains_grad and k.output_nr == 0)
 
 
 def _placed_apart(q: Tensor, k: Tensor) -> bool:

@@ -21,8 +21,10 @@ namespace {
 
 // --- A repeated call -------------------------------------------------------------------------------------------------
 
-// Whether autograd can track a write to x without the checks that Python makes for views and leaves.
-bool followed(const Tensor& x) { return x.requires_grad() && !x.is_leaf() && !x.is_view(); }
+// Whether autograd can track a write to x, the oth of a call, without what Python does for views, leaves and `retain_grad`.
+bool followed(const Tensor& x, int o) {
+  return x.requires_grad() && !x.is_leaf() && !x.is_view() && !(x.retains_grad() && static_cast<int>(x.output_nr()) != o);
+}
 
 template <Form FORM>
 PyObject* recall(PyObject*, PyObject* const* given, Py_ssize_t count) {
@@ -37,7 +39,7 @@ PyObject* recall(PyObject*, PyObject* const* given, Py_ssize_t count) {
   const bool records = DIFFERENTIABLE && a.records();
   if (FORM == IN_PLACE && records)
     for (int o = 0; o < a.operands; ++o)
-      if (!followed(*a.x[o])) Py_RETURN_NONE;
+      if (!followed(*a.x[o], o)) Py_RETURN_NONE;
 
   NodePointer node;
   if (records) node = node_of<FORM == NORMED ? NORMED : NEW>(entry, a);
