@@ -235,3 +235,14 @@ def test_the_node_takes_a_gradient_like_the_output_alone(
         ValueError, match=r"^qk_norm_rope: the gradient must have the shape, dtype and device of the res"
     ):
         y.grad_fn(wrong(made.dys[0]), made.dys[1])
+
+
+def test_a_checkpoint_of_the_first_call() -> None:
+    """Python records it, C++ its recomputation: both must save the same tensors in the same order."""
+    made = build(CASES["heads"])
+    _, want = made.run("reference")
+    leaves = leaves_of(made)
+    _host.forget()
+    ys = checkpoint(lambda *given: outputs(made, given), *leaves, use_reentrant=False)
+    for x, exact in zip(torch.autograd.grad(ys, leaves, made.dys), want, strict=True):
+        torch.testing.assert_close(x, exact)

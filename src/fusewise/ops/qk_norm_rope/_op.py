@@ -179,7 +179,8 @@ class _QkNormRope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
         q, k, q_weight, k_weight, *call = inputs
-        save(ctx, (q, k, q_weight, k_weight, *call[:5]))
+        # In the order of the C++ fast path: it may record the call again where a checkpoint recomputes it.
+        save(ctx, (*call[:5], q, k, q_weight, k_weight))
         ctx.rest = call[5:]
         ctx.set_materialize_grads(False)
         ys = _op(*lists(q, k, q_weight, k_weight), *call)
@@ -191,8 +192,8 @@ class _QkNormRope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
         saved = restored("qk_norm_rope", ctx)
-        call = (*saved[4:], *ctx.rest)
-        return *gradients(dys, saved[:4], call, ctx.needs_input_grad[:4]), *(None,) * len(call)
+        call = (*saved[:5], *ctx.rest)
+        return *gradients(dys, saved[5:], call, ctx.needs_input_grad[:4]), *(None,) * len(call)
 
 
 def gradients(
