@@ -54,6 +54,16 @@ def test_transforms_in_place(form: str) -> None:
     torch.testing.assert_close(xs, want)
 
 
+@pytest.mark.parametrize("form", IN_PLACE)
+def test_a_hook_may_bring_back_the_tables_in_another_dtype(form: str) -> None:
+    shape, function = IN_PLACE[form]
+    tables, x = (table(), table(seed=1)), randn(*shape).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, Tensor.double):
+        y = function(x * 1, *tables)
+    want = torch.autograd.grad(function(x * 1, *tables).pow(3).sum(), x)
+    torch.testing.assert_close(torch.autograd.grad(y.pow(3).sum(), x), want)
+
+
 @pytest.mark.parametrize("form", ["view of the whole", "slice", "view of a leaf"])
 def test_in_place_through_a_view(form: str) -> None:
     cos, sin = table()

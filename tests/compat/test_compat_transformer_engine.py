@@ -261,6 +261,18 @@ def test_the_packed_form_in_a_checkpoint(separate: bool, use_reentrant: bool) ->
     torch.testing.assert_close(x.grad, expected)
 
 
+def test_a_hook_may_bring_back_the_angles_of_the_packed_form_in_another_dtype() -> None:
+    x, table = randn(T, B, 2, 4 * D).requires_grad_(), freqs()[0]
+
+    def total() -> Tensor:
+        rotated = apply_fused_qkv_rotary_pos_emb(x, table, table, [2 * D, D, D], "sbhd", ints(3, 0))
+        return sum(y.square().sum() for y in rotated)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, Tensor.double):
+        y = total()
+    torch.testing.assert_close(torch.autograd.grad(y, x), torch.autograd.grad(total(), x))
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # raised by torch
 @pytest.mark.parametrize("tensor_format", ["sbhd", "bshd"])
 @pytest.mark.parametrize("separate", [False, True])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ..ops._common import records_gradients, transforms_active, wants_formula
+from ..ops._common import records_gradients, restored, save, transforms_active, wants_formula
 from ..ops.rope import _op, rope, rope_
 from ..ops.rope._validate import DEFAULTS, validated
 from ..ops.rope._written import check_written
@@ -119,14 +119,14 @@ def _rotate_parts(
 
 def _save(ctx: Any, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None) -> None:
     names = [name for name, value in call.items() if isinstance(value, Tensor)]
-    ctx.save_for_backward(*(call[name] for name in names), *(tables_k or ()))
+    save(ctx, (*(call[name] for name in names), *(tables_k or ())))
     ctx.rest = parts, names, {name: value for name, value in call.items() if name not in names}
 
 
 def _transposed(ctx: Any) -> tuple[Parts, dict[str, Any], Any]:
     """The arguments of backward: those of forward, with the inverse rotation."""
     parts, names, rest = ctx.rest
-    tensors = ctx.saved_tensors
+    tensors = restored("rope", ctx)
     call = {**dict(zip(names, tensors, strict=False)), **rest, "inverse": not rest.get("inverse", False)}
     return parts, call, tensors[len(names) :] or None
 

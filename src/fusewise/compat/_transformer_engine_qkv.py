@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._common import fail, records_gradients, shown, transforms_active, wants_formula
+from ..ops._common import fail, records_gradients, restored, save, shown, transforms_active, wants_formula
 from ..ops.rope import _op, rope
 from ..ops.rope._validate import INTS
 from ..ops.rope._validate import check_tensor as check_operand
@@ -156,7 +156,7 @@ class _SplitRotate(torch.autograd.Function):
         q, k, v = _fold(qkv, widths, tensor_format)
         q, k = _rotate(q, k, tables, call)
         names = [name for name, value in call.items() if isinstance(value, Tensor)]
-        ctx.save_for_backward(*tables, *(call[name] for name in names))
+        save(ctx, (*tables, *(call[name] for name in names)))
         ctx.rest = widths, tensor_format, names, {name: x for name, x in call.items() if name not in names}
         ctx.like = qkv.shape, qkv.dtype, qkv.device
         ctx.set_materialize_grads(False)
@@ -166,9 +166,9 @@ class _SplitRotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         widths, tensor_format, names, rest = ctx.rest
-        saved = ctx.saved_tensors  # once: a checkpoint allows no second unpacking
+        saved = restored("rope", ctx)  # once: a checkpoint allows no second unpacking
         count = len(saved) - len(names)
-        tables, call = saved[:count], dict(zip(names, saved[count:], strict=True))
+        tables, call = tuple(saved[:count]), dict(zip(names, saved[count:], strict=True))
         shape, dtype, device = ctx.like
         dqkv = torch.empty(shape, dtype=dtype, device=device)
         parts = _fold(dqkv, widths, tensor_format)
