@@ -103,6 +103,7 @@ def test_any_strides_and_no_rows(impl: str) -> None:
     views = [
         (wide[..., :16], wide[..., 16:32]),  # equal row strides
         (wide[..., :16], randn(6, 5, 16)),  # different row strides
+        (randn(6, 5, 16), wide[..., :16]),
         (randn(16, 6).T, randn(6, 16)),  # strided features
         (randn(1, 16).expand(6, 16), randn(6, 16)),
         (randn(0, 16), randn(0, 16)),
@@ -126,17 +127,26 @@ def test_derivatives_of_any_order_and_transforms(activation: str) -> None:
         return gate(u, g, activation)
 
     assert torch.autograd.gradcheck(both, (u, g)) and torch.autograd.gradgradcheck(both, (u, g))
-    assert torch.autograd.gradgradcheck(lambda x: stacked_gate(x, activation, gate_first=True), (x,))
-
-    def gradient(dy: Tensor, x: Tensor) -> Tensor:
-        return stacked_gradient(dy, x, activation, gate_first=True)
-
-    assert torch.autograd.gradcheck(gradient, (u, x)) and torch.autograd.gradgradcheck(gradient, (u, x))
     if not INTERPRETER:
-        each = torch.func.vmap(lambda u, g: gate(u, g, activation))(u.detach(), g.detach())
+        each = torch.func.vmap(both)(u.detach(), g.detach())
         torch.testing.assert_close(each, both(u, g).detach())
-        each = torch.func.vmap(gradient)(u.detach(), x.detach())
-        torch.testing.assert_close(each, gradient(u, x).detach())
+    for gate_first in (False, True):
+
+        def stacked(x: Tensor, gate_first: bool = gate_first) -> Tensor:
+            return stacked_gate(x, activation, gate_first=gate_first)
+
+        def gradient(dy: Tensor, x: Tensor, gate_first: bool = gate_first) -> Tensor:
+            return stacked_gradient(dy, x, activation, gate_first=gate_first)
+
+        assert torch.autograd.gradgradcheck(stacked, (x,))
+        assert torch.autograd.gradcheck(gradient, (u, x)) and torch.autograd.gradgradcheck(gradient, (u, x))
+        for dtype in (torch.float64, torch.bfloat16) if not INTERPRETER else ():
+            whole, dy = (
+                x.detach().to(dtype),
+                u.detach().to(dtype),
+            )  # without gradients: by the operators, not the formula
+            torch.testing.assert_close(torch.func.vmap(stacked)(whole), stacked(whole))
+            torch.testing.assert_close(torch.func.vmap(gradient)(dy, whole), gradient(dy, whole))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -110,8 +110,10 @@ def test_a_retained_graph_and_second_gradients(save: str) -> None:
     leaves = make(torch.float32)
     z = ours(*leaves, "gelu_tanh", save=save)
     dz = torch.randn_like(z)
+    differentiable = torch.autograd.grad(z, leaves, dz, create_graph=True)
     runs = [torch.autograd.grad(z, leaves, dz, retain_graph=keep) for keep in (True, False)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    torch.testing.assert_close(differentiable, runs[0])
     small = [leaf.detach().double().requires_grad_() for leaf in make(torch.float64, 3, 3, 2, 2)]
     assert torch.autograd.gradcheck(lambda *a: ours(*a, "gelu", save=save), small)
     assert torch.autograd.gradgradcheck(lambda *a: ours(*a, "gelu", save=save), small)

@@ -38,6 +38,7 @@ CALLS: dict[str, tuple[dict[str, Any], bool]] = {
     "the last part of the head": ({"rotary_dim": 32, "rotary_start": 32}, False),
     "an odd part of the head": ({"rotary_dim": 24}, False),
     "an offset for each": ({"offset": (1,)}, False),
+    "context parallel": ({"context_parallel": (0, 2)}, False),
     "sections": ({"positions": (3, 8192), "sections": (16, 8, 8)}, False),
 }
 
@@ -76,7 +77,7 @@ def served(call: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize(("tokens", "large"), [(1, False), (8192, True)])
+@pytest.mark.parametrize(("tokens", "large"), [(408, False), (412, True)])  # on both sides of 1 MiB
 def test_auto_takes_cuda_where_it_has_a_kernel_for_the_call(
     name: str, tokens: int, large: bool, a_gpu: list[str]
 ) -> None:

@@ -204,6 +204,7 @@ def test_mistake(name: str, op: Any) -> None:
 
 OUTPUTS: dict[str, tuple[Any, type[Exception], str]] = {
     "one-for-two": (torch.empty_like(Q), TypeError, r"out must be 2 tensor\(s\), got 'Tensor'"),
+    "no-tensor": (3, TypeError, r"out must be 2 tensor\(s\), got 'int'"),
     "list-of-three": ([torch.empty_like(Q)] * 3, TypeError, r"out must be 2 tensor\(s\), got 'list'"),
     "no-tensors": ((1, 2), TypeError, r"out must be 2 tensor\(s\)"),
     "shape": ((torch.empty_like(Q), torch.empty_like(Q)), ValueError, r"out for k must have the shape of k, \(2, 6, 2, 16\), got \(2, 6, 4, 16\)"),

@@ -303,6 +303,9 @@ def test_tensors_without_memory_overlap_by_storage(fake: bool) -> None:
         fusewise.rope_(q, k, inv_freq=torch.empty(8))
         with pytest.raises(ValueError, match="k must not overlap q"):
             fusewise.rope_(q, x[:, :, 2:], inv_freq=torch.empty(8))
+        fusewise.rope_(q, inv_freq=torch.empty(8))
+        with pytest.raises(ValueError, match="q must not overlap inv_freq"):  # in sizes the call that was valid
+            fusewise.rope_(q, inv_freq=x.view(-1)[:8])
 
 
 def test_neighbours_in_packed_memory_do_not_overlap() -> None:
@@ -315,6 +318,9 @@ def test_neighbours_in_packed_memory_do_not_overlap() -> None:
     assert overlaps(qkv, qkv[1:, 3:, 5:, 15:])
     assert not overlaps(qkv[:0], qkv)
     assert not overlaps_itself(qkv.permute(3, 1, 0, 2))
+    double, (_, second, third, _) = qkv.view(torch.float64)[0, 0, 0, 0], qkv[0, 0, 0, :4]
+    assert overlaps(double, second) and overlaps(second, double)  # a part of an element
+    assert not overlaps(double, third) and not overlaps(third, double)
 
 
 def test_nothing_is_written_when_a_later_argument_is_wrong() -> None:

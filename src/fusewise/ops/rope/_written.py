@@ -15,7 +15,7 @@ from ._validate import DEFAULTS, check_tensor, check_unit_stride, shape_of
 
 def check_out(op: str, xs: tuple[Tensor, ...], out: Any, options: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """Check `out=` against the input tensors and the options of the call; returns it as a tuple, one tensor per input."""
-    outs = (out,) if isinstance(out, Tensor) else tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    outs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     if len(outs) != len(xs) or not all(isinstance(y, Tensor) for y in outs):
         fix = "pass a tensor, or (q_out, k_out) with a k"
         fail(op, "out", f"be {len(xs)} tensor(s)", repr(type(out).__name__), fix, TypeError)
