@@ -327,8 +327,13 @@ def test_transforms_go_through_the_formula() -> None:
     ]
     torch.testing.assert_close(*gradients)
     if _op.unavailable("cpu", DEVICE, torch.float32) is None:
-        with pytest.raises(RuntimeError, match="impl must be auto or reference under forward mode"):
-            torch.func.vmap(lambda row: geglu_linear(row, weight, bias, impl="cpu"))(x)
+        down = torch.ones(3, weight.shape[0] // 2, device=DEVICE)
+        for call in (
+            lambda row: geglu_linear(row, weight, bias, impl="cpu"),
+            lambda row: gated_mlp(row, weight, None, down, activation="silu", impl="cpu"),
+        ):
+            with pytest.raises(RuntimeError, match="impl must be auto or reference under forward mode"):
+                torch.func.vmap(call)(x)
 
 
 def operator_calls() -> list[tuple[Any, tuple[Any, ...]]]:

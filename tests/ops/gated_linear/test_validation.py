@@ -27,7 +27,7 @@ def expect(error: type[Exception], match: str, of: Any, *args: Any, **kwargs: An
 STACKED: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
     (ValueError, r"weight must have the last dimension of x, D = 8, got \(12, 7\)", (X, torch.randn(12, 7), B), {}),
     (ValueError, r"weight must have an even number of rows, 2F, got \(11, 8\)", (X, torch.randn(11, 8)), {}),
-    (ValueError, r"bias must be contiguous, of shape \(12,\), got shape \(11,\)", (X, W, torch.randn(11)), {}),
+    (ValueError, r"bias must be contiguous, of shape \(12,\), got shape \(11,\) and .*; pass an entry for every row of the weight$", (X, W, torch.randn(11)), {}),
     (ValueError, r"bias must be contiguous, of shape \(12,\), got .*strides \(2,\); call bias.contiguous\(\)$", (X, W, torch.randn(24)[::2]), {}),
     (TypeError, "weight must have the dtype of x, float32, got bfloat16", (X, W.bfloat16(), B), {}),
     (TypeError, "bias must have the dtype of x, float32, got float16", (X, W, B.half()), {}),
@@ -67,6 +67,8 @@ LAYOUTS: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
     (ValueError, r"weight must have 2 dimensions, got \(2, 6, 8\)", (X, W.view(2, 6, 8)), {"w_gate": HALF}),
     (ValueError, "b_gate must be given where the other bias is, got None", (X, HALF, HALF_BIAS), {"w_gate": HALF}),
     (ValueError, "bias must be given where the other bias is, got None", (X, HALF), {"w_gate": HALF, "b_gate": HALF_BIAS}),
+    (TypeError, "b_gate must have the dtype of x, float32, got float64", (X, HALF, HALF_BIAS), {"w_gate": HALF, "b_gate": HALF_BIAS.double()}),
+    (ValueError, "bias must be on the device of x, cpu, got meta", (X, HALF, HALF_BIAS.to("meta")), {"w_gate": HALF, "b_gate": HALF_BIAS}),
     (ValueError, "b_gate must be None where weight holds both halves", (X, W, B), {"b_gate": HALF_BIAS}),
     (ValueError, r"bias must be contiguous, of shape \(6,\)", (X, HALF, B), {"w_gate": HALF, "b_gate": HALF_BIAS}),
     (ValueError, r"w_gate must have a contiguous last dimension", (X, HALF), {"w_gate": torch.randn(8, 6).T}),

@@ -129,6 +129,8 @@ def test_gradients_without_triton_are_those_of_the_reference(monkeypatch: pytest
     monkeypatch.setattr(_cuda, "backward", lambda *_: False)
     with _host.through_python():
         got = _op._op_grad([dy], [x], [weight], *rotation, True)
+        with pytest.raises(ValueError, match="triton"):  # that of a named implementation does not fall back further
+            _op._op_grad([dy], [x], [weight], *rotation[:-1], "cuda", True)
     for gradient, exact in zip(got, want, strict=True):
         assert torch.equal(gradient, exact)
 
