@@ -10,7 +10,7 @@ import torch
 
 import fusewise
 from fusewise._shared import host
-from fusewise.ops.gated_linear import _op
+from fusewise.ops.gated_linear import _op, _path
 
 X, WEIGHT = torch.randn(3, 16), torch.randn(32, 16)
 CALLS = [
@@ -120,3 +120,22 @@ def test_the_way_through_triton_is_named_with_its_reason(monkeypatch: pytest.Mon
 def test_tensors_that_no_call_takes_are_named(x: torch.Tensor, weight: torch.Tensor, told: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^explain_dispatch: {told}; pass the arguments of the call"):
         fusewise.explain_dispatch(fusewise.geglu_linear, x, weight)
+
+
+def test_the_path_is_that_of_the_value_and_the_gate() -> None:
+    """Whatever the names of the arguments and the order of the halves."""
+    x, both, value, gate = torch.zeros(2, 3, 8), torch.zeros(10, 8), torch.zeros(5, 8), torch.ones(5, 8)
+    both[5:] = 1
+    alternating = torch.stack((gate, value), 1)
+    calls: list[dict[str, Any]] = [
+        {"weight": both, "gate_first": False},
+        {"weight": both.flip(0), "gate_first": True},
+        {"weight": alternating, "layout": "interleaved", "gate_first": True},
+        {"weight": value, "w_gate": gate, "layout": "stacked", "gate_first": True},
+        {"w_gate": gate, "w_up": value, "w_down": None, "gate_first": True},
+        {"w_gate": both.flip(0), "w_up": None, "w_down": None, "gate_first": True},
+        {"w_gate": alternating, "w_up": None, "w_down": None, "layout": "interleaved", "gate_first": True},
+    ]
+    for call in calls:
+        rows, halves = _path._matrices({"x": x, **call})
+        assert rows.shape == (6, 8) and torch.equal(halves.value, value) and torch.equal(halves.gate, gate)

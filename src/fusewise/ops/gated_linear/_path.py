@@ -47,6 +47,6 @@ def _matrices(arguments: dict[str, Any]) -> tuple[Tensor, Halves]:
         weight, gate = (arguments["w_gate"], None) if both else (arguments["w_up"], arguments["w_gate"])
     else:
         weight, gate = arguments["weight"], arguments.get("w_gate")
-    layout = "separate" if gate is not None else arguments.get("layout", "stacked")
-    halves = Halves.of(Spec("identity", layout, arguments["gate_first"]), weight, gate)
+    spec = Spec("identity", arguments.get("layout", "stacked"), arguments["gate_first"])  # of a single weight
+    halves = Halves.of(spec, weight, gate)
     return rows(arguments["x"]), halves
