@@ -112,11 +112,14 @@ def problem(
     positions: torch.Tensor | None = None,
     table: str = "cos_sin",
     tokens: int = 1024,
+    gap: int = 0,
     **spec: Any,
 ) -> Problem:
-    """A problem of training size; its data is never touched."""
-    q = torch.empty(4, tokens, heads[0], head_dim, dtype=dtype)
-    k = torch.empty(4, tokens, heads[1], k_head_dim or head_dim, dtype=dtype)
+    """A problem of training size, with `gap` features between heads; its data is never touched."""
+    q, k = (
+        torch.empty(4, tokens, count, width + gap, dtype=dtype)[..., :width]
+        for count, width in zip(heads, (head_dim, k_head_dim or head_dim), strict=True)
+    )
     pairs = (rotary_dim or head_dim) // 2
     angles = torch.empty((pairs,) if table == "inv_freq" else (tokens, pairs), dtype=table_dtype)
     ys = (q, k) if in_place else (torch.empty_like(q), torch.empty_like(k))
@@ -206,6 +209,13 @@ def test_long_offsets_cost_no_spills(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_heads_of_q_beside_some_of_k_compile() -> None:
     """The flat variant, interleaved: the branch for q is compiled, too, and a tile of one feature has no pair."""
     compile_problem(problem(24, torch.bfloat16, heads=(0, 2), rotary_dim=8, pairing="interleaved"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_pairs_at_any_address_compile(dtype: torch.dtype) -> None:
+    """The flat variant, interleaved: heads an odd number of features apart are accessed by the feature, half a pair."""
+    case = problem(24, dtype, rotary_dim=8, pairing="interleaved", gap=1)
+    assert set(compile_problem(case).widths("STG")) == {8 * dtype.itemsize}
 
 
 @given(divisor=st.integers(1, 2**31 - 1), n=st.integers(0, 2**31 - 1))

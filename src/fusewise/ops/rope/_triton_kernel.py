@@ -241,11 +241,12 @@ def _rotate_flat_tile(
     if FORM.INTERLEAVED_IN:
         # One table entry per pair; a thread holds both elements of its pairs.
         half: tl.constexpr = BLOCK_H // 2
+        WHOLE: tl.constexpr = (FORM.PAIR_VECTOR + 1) // 2  # pairs; one feature is half a pair
         pair = (((tile % blocks) * half + tl.arange(0, half)) % (HEAD_DIM // 2)) - START // 2
         rotated = mask_n[:, None]
         if not ALL:
-            rotated &= tl.max_constancy((pair >= 0) & (pair < FORM.PAIRS), FORM.PAIR_VECTOR // 2)[None, :]
-        entry = tl.max_contiguous(tl.multiple_of(pair, FORM.PAIR_VECTOR // 2), FORM.PAIR_VECTOR // 2) * TABLE.STEP
+            rotated &= tl.max_constancy((pair >= 0) & (pair < FORM.PAIRS), WHOLE)[None, :]
+        entry = tl.max_contiguous(tl.multiple_of(pair, WHOLE), WHOLE) * TABLE.STEP
     else:
         pair = in_head - START
         second = pair >= FORM.PAIRS
