@@ -100,7 +100,7 @@ def test_the_memory_of_an_h200_is_fast(clock: int, width: int, fast: bool, monke
 def test_a_repeated_launch_has_the_first_ones_arguments(
     epilogue: str, in_step: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At other addresses, and with a fresh counter where programs keep in step."""
+    """At other addresses, and with a counter of its own, at zero, where programs keep in step: in inference mode and outside it."""
     calls: list[list[Any]] = []
 
     class Kernel:  # compiled, and then bound to a grid
@@ -111,22 +111,23 @@ def test_a_repeated_launch_has_the_first_ones_arguments(
 
             return run
 
-    counters = [torch.full((4,), 7, dtype=torch.int32) for _ in range(2)]
-    turns = iter(counters)
     monkeypatch.setattr(_gluon, "gated_linear_kernel", Kernel())
     monkeypatch.setattr(_gluon, "choose", lambda *_, **__: _gluon.Config(6, 0, in_step=in_step))
     monkeypatch.setattr(_gluon, "_PLANS", {})
     monkeypatch.setattr(_gluon, "launches_directly", lambda: True)
-    monkeypatch.setattr(_gluon, "_counters", lambda _: turns)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     halves = Halves.of(STACKED, empty(512, 64), None, empty(512))
     tensors = [(empty(300, 64), empty(300, 256), empty(300, 512)) for _ in range(2)]
-    for x, y, preact in tensors:
-        _gluon.forward(x, halves, STACKED, y, preact if epilogue == "preact" else None)
-    assert all((counter == (0 if in_step else 7)).all() for counter in counters)
+    for mode, (x, y, preact) in zip((torch.inference_mode, torch.no_grad), tensors, strict=True):
+        with mode():
+            _gluon.forward(x, halves, STACKED, y, preact if epilogue == "preact" else None)
     first, second = calls
     assert len(first) == len(second)
+    counters = [a for call in calls for a in call if isinstance(a, Tensor) and a.dtype == torch.int32]
+    assert len({c.data_ptr() for c in counters}) == len(counters) == (2 if in_step else 0) and not any(counters)
+    (plan,) = _gluon._PLANS.values()
+    assert not any(isinstance(value, Tensor) for value in plan.rest)
     for index, (one, other) in enumerate(zip(first, second, strict=True)):
         if isinstance(one, _gluon.TensorDescriptor):
             assert {**vars(one), "base": other.base} == vars(other)
@@ -482,14 +483,14 @@ class TestOnHopper:
             assert difference.rms <= 2e-2 and difference.max <= 5e-2
 
     def test_launches_in_step_may_overlap_and_be_replayed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """More of them than there are counters, on streams whose programs wait for SMs, and in a CUDA graph."""
+        """On streams whose programs wait for SMs, and in a CUDA graph."""
         config = _gluon.choose("y", in_step=True)
         monkeypatch.setattr(_gluon, "choose", lambda *_, **__: config)
         x, weight, bias, _ = make(4096, 136, 1024, torch.bfloat16)
         expected = geglu_linear(x, weight, bias, impl="gluon")
         streams = [torch.cuda.Stream() for _ in range(3)]
         found = []
-        for _ in range(_gluon.COUNTERS):
+        for _ in range(64):
             for stream in streams:
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):

@@ -7,8 +7,7 @@ The kernels are in `_gluon_kernel.py` (GEMM), `_gluon_stream.py` (few rows, conf
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +42,6 @@ DTYPES = (torch.bfloat16, torch.float16)
 # them in step does: measured on an H100. With the memory of an H200, 1.4 times as fast, they do not cost more.
 DRIFT = {"y": (1100, 1), "preact": (1000, 20), "gradient": (1100, 1), "down": (3500, 64)}
 FAST_MEMORY = 4.5e12  # bytes/s from which on programs may drift apart: between 3.35 of an H100 and 4.9 of an H200, where less is lost
-COUNTERS = 64  # used in turn, since launches on several streams may overlap
 
 
 @dataclass(frozen=True)
@@ -100,15 +98,10 @@ def _default(key: Key, device: int) -> Config:
     return choose(key.kernel, in_step=not _has_fast_memory(device) and drifts(key.kernel, *size))
 
 
-@functools.cache
-def _counters(device: int) -> Iterator[Tensor]:
-    """Each aligned to 16 bytes, so that all launches share a kernel."""
-    return itertools.cycle(torch.empty((COUNTERS, 4), dtype=torch.int32, device=f"cuda:{device}").unbind())
-
-
-def _arrivals(device: int) -> Tensor:
-    """The next counter, zeroed on the current stream."""
-    return next(_counters(device)).zero_()
+def _arrivals(x: Tensor) -> Tensor:
+    """A counter at zero for one launch: a kept one could be that of a launch on another stream, of a CUDA graph's memory, or a
+    tensor of inference mode, which cannot be zeroed outside it."""
+    return x.new_zeros(1, dtype=torch.int32)
 
 
 def choose_gate(rows: int, hidden: int, processors: int, *, sums: bool) -> GateConfig:
@@ -225,7 +218,7 @@ def arguments(
 
 class Plan(NamedTuple):
     """A bound launch: the compiled kernel with its grid, its descriptors without addresses, and the arguments after the
-    pointers, of which the first is a counter if programs keep in step."""
+    pointers, of which the first is to be a counter if programs keep in step."""
 
     run: Any
     maps: tuple[TensorDescriptor | None, ...]
@@ -264,10 +257,10 @@ def _launch(
         return arguments(
             x, value, gate, config, processors_of(device), epilogue=epilogue, activation=activation,
             hidden=hidden, y=buffers[0], outputs=buffers[1:], inputs=read, bias=bias, sums=sums,
-            arrivals=_arrivals(device) if config.in_step else None,
+            arrivals=_arrivals(x) if config.in_step else None,
         )  # fmt: skip
 
-    _start(gated_linear_kernel, key, device, matrices, pointers, called)
+    _start(gated_linear_kernel, key, x, matrices, pointers, called)
     for to, buffer in zip(written, buffers, strict=True):
         if to is not None and buffer is not None and to is not buffer:
             copy_to(buffer, to)
@@ -285,25 +278,26 @@ def _at(tensor: Tensor | None, of: TensorDescriptor | None) -> TensorDescriptor 
 
 
 def _start(
-    kernel: Any, key: tuple[Any, ...], device: int, matrices: tuple[Tensor | None, ...], pointers: tuple[Tensor | None, ...],
+    kernel: Any, key: tuple[Any, ...], x: Tensor, matrices: tuple[Tensor | None, ...], pointers: tuple[Tensor | None, ...],
     called: Callable[[], tuple[int, dict[str, Any]]],
 ) -> None:  # fmt: skip
     """Launch a kernel whose arguments are the matrices, as descriptors, the pointers, and what `called` returns after
     these. Triton's launcher specializes all arguments on every call; to cut that host overhead, a repeated call finds
     them bound under its key and only sets addresses and the stream."""
+    device = x.get_device()
     with torch.cuda.device(device):
         plan = _PLANS.get(key) if launches_directly() else None
         if plan is not None:
             bound = [_at(tensor, of) for tensor, of in zip(matrices, plan.maps, strict=True)]
-            rest = (_arrivals(device), *plan.rest[1:]) if plan.in_step else plan.rest
+            rest = (_arrivals(x), *plan.rest[1:]) if plan.in_step else plan.rest
             plan.run(*bound, *pointers, *rest, stream=torch._C._cuda_getCurrentRawStream(device))
             return
         grid, given = called()
         compiled = kernel[(grid,)](**given, num_warps=NUM_WARPS)
         values = tuple(given.values())
         maps = tuple(_at(None, value) for value in values[: len(matrices)])
-        in_step = given.get("arrivals_ptr") is not None
-        _PLANS[key] = Plan(compiled[(grid, 1, 1)], maps, values[len(matrices) + len(pointers) :], in_step)
+        rest, in_step = values[len(matrices) + len(pointers) :], given.get("arrivals_ptr") is not None
+        _PLANS[key] = Plan(compiled[(grid, 1, 1)], maps, (None, *rest[1:]) if in_step else rest, in_step)
 
 
 def _few_rows(x: Tensor, halves: Halves, activation: str, y: Tensor) -> None:
@@ -323,7 +317,7 @@ def _few_rows(x: Tensor, halves: Halves, activation: str, y: Tensor) -> None:
         config = found or few.choose(rows, hidden, processors)
         return few.arguments(x, value, gate, bias, y, config, processors, activation, _map)
 
-    _start(few_rows_kernel, key, device, matrices, pointers, called)
+    _start(few_rows_kernel, key, x, matrices, pointers, called)
 
 
 def _add_up(sums: Tensor, dbias: Tensor) -> None:
