@@ -21,7 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..._shared import cuda
 from ..._shared.gpu import processors_of
 from ..._shared.memo import Memo
-from ..._shared.triton_launch import INTERPRETED, launches_directly
+from ..._shared.triton_launch import INTERPRETED, launch, launch_bound, launches_directly
 from .._tuned import Key, Tuned
 from . import _gluon_few as few
 from ._gate_config import GateConfig, gate_key, gate_space
@@ -285,19 +285,17 @@ def _start(
     these. Triton's launcher specializes all arguments on every call; to cut that host overhead, a repeated call finds
     them bound under its key and only sets addresses and the stream."""
     device = x.get_device()
-    with torch.cuda.device(device):
-        plan = _PLANS.get(key) if launches_directly() else None
-        if plan is not None:
-            bound = [_at(tensor, of) for tensor, of in zip(matrices, plan.maps, strict=True)]
-            rest = (_arrivals(x), *plan.rest[1:]) if plan.in_step else plan.rest
-            plan.run(*bound, *pointers, *rest, stream=torch._C._cuda_getCurrentRawStream(device))
-            return
-        grid, given = called()
-        compiled = kernel[(grid,)](**given, num_warps=NUM_WARPS)
-        values = tuple(given.values())
-        maps = tuple(_at(None, value) for value in values[: len(matrices)])
-        rest, in_step = values[len(matrices) + len(pointers) :], given.get("arrivals_ptr") is not None
-        _PLANS[key] = Plan(compiled[(grid, 1, 1)], maps, (None, *rest[1:]) if in_step else rest, in_step)
+    plan = _PLANS.get(key) if launches_directly() else None
+    if plan is not None:
+        bound = [_at(tensor, of) for tensor, of in zip(matrices, plan.maps, strict=True)]
+        rest = (_arrivals(x), *plan.rest[1:]) if plan.in_step else plan.rest
+        return launch_bound(plan.run, device, *bound, *pointers, *rest)
+    grid, given = called()
+    compiled = launch(kernel, grid, given, device, num_warps=NUM_WARPS)
+    values = tuple(given.values())
+    maps = tuple(_at(None, value) for value in values[: len(matrices)])
+    rest, in_step = values[len(matrices) + len(pointers) :], given.get("arrivals_ptr") is not None
+    _PLANS[key] = Plan(compiled[(grid, 1, 1)], maps, (None, *rest[1:]) if in_step else rest, in_step)
 
 
 def _few_rows(x: Tensor, halves: Halves, activation: str, y: Tensor) -> None:
@@ -322,8 +320,8 @@ def _few_rows(x: Tensor, halves: Halves, activation: str, y: Tensor) -> None:
 
 def _add_up(sums: Tensor, dbias: Tensor) -> None:
     width = dbias.numel()
-    with torch.cuda.device(sums.get_device()):
-        add_up_kernel[(triton.cdiv(width, 64),)](sums, dbias, sums.shape[0], width, BLOCK_R=32, num_warps=NUM_WARPS)
+    arguments = {"sums_ptr": sums, "to_ptr": dbias, "R": sums.shape[0], "WIDTH": width, "BLOCK_R": 32}
+    launch(add_up_kernel, triton.cdiv(width, 64), arguments, sums.get_device(), num_warps=NUM_WARPS)
 
 
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
@@ -380,7 +378,6 @@ def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Ten
     grid, called = gate_arguments(
         dy, split_preact(preact, spec), split_preact(dpreact, spec), config, spec.activation, sums
     )
-    with torch.cuda.device(device):
-        gate_gradient_kernel[(grid,)](**called, num_warps=config.num_warps)
+    launch(gate_gradient_kernel, grid, called, device, num_warps=config.num_warps)
     if dbias is not None and sums is not None:
         _add_up(sums, dbias)
