@@ -73,6 +73,14 @@ MLP = {
 }
 # For the table with both passes; the other providers are measured for few rows only.
 TRAINED = {name: word for name, word in GATED.items() if name not in ("fusewise-triton", "eager")}
+FLOAT32 = {
+    "fusewise-cuda": "in CUDA",
+    "fusewise-cuda-recompute": "recomputing",
+    "fusewise-triton": "cuBLAS and Triton",
+    "torch.compile": "torch.compile",
+    "liger": "Liger",
+    "eager": "eager",
+}
 KEPT = {
     "fusewise-cuda": "fusewise, y alone",
     "fusewise-cuda-training": "fusewise, y and pre-activations",
@@ -253,7 +261,7 @@ def host(found: Groups) -> str:
 
 
 def glance() -> str:
-    """One line per operation and pass: the fastest fusewise provider against the fastest other."""
+    """One line per operation and pass, in 16 bits: the fastest fusewise provider against the fastest other."""
     lines: tuple[tuple[str, str, Callable[[str], bool], str], ...] = (
         ("RoPE: training, prefill, decode", "rope", published, "fwd"),
         ("RoPE: training", "rope", published, "bwd"),
@@ -269,7 +277,8 @@ def glance() -> str:
     names = {name: word.rstrip("*") for name, word in {**GPU, **GATED, **MLP}.items()}
     rows = []
     for what, op, chosen, pass_ in lines:
-        found = [group for (case, _, of), group in groups("h200", op).items() if of == pass_ and chosen(case)]
+        measured = in_float32(groups("h200", op), False)
+        found = [group for (case, _, of), group in measured.items() if of == pass_ and chosen(case)]
         ratios = [against(group) for group in found]
         best = [min((p for p in g if not p.startswith(("fusewise", "floor"))), key=lambda p: time(g, p)) for g in found]
         rivals = ", ".join(name for name, _ in Counter(names[p] for p in best).most_common())
@@ -364,6 +373,11 @@ def by_products(found: Groups, cases: Sequence[str], names: Mapping[str, str]) -
 def among(found: Groups, provider: str) -> Groups:
     """The comparisons in which `provider` took part."""
     return {key: group for key, group in found.items() if provider in group}
+
+
+def in_float32(found: Groups, whether: bool = True) -> Groups:
+    """The comparisons in float32, also with matmuls in tf32, or all others."""
+    return {key: group for key, group in found.items() if (key[1] in ("fp32", "tf32")) == whether}
 
 
 def gelu() -> str:
@@ -580,7 +594,8 @@ def parts() -> dict[str, str]:
         "h200-serving": serving(gpu),
         "h200-sweep": sweep(gpu),
         "h200-cached": cached(groups("h200", "rope_and_cache")),
-        "h200-gated": by_products(groups("h200", "geglu"), GATED_SHOWN, TRAINED),
+        "h200-gated": by_products(in_float32(groups("h200", "geglu"), False), GATED_SHOWN, TRAINED),
+        "h200-float32": by_products(in_float32(groups("h200", "geglu")), GATED_SHOWN, FLOAT32),
         "h100-kept": by_products(among(groups("h100", "geglu"), "fusewise-cuda-training"), GATED_SHOWN, KEPT),
         "h100-gated": by_products(among(groups("h100", "geglu"), "torch.compile-max-autotune"), GATED_SHOWN, EVERY),
         "h100-gelu": gelu(),
