@@ -80,9 +80,9 @@ def recipes(chosen: tuple[Capability, ...]) -> Iterator[tuple[str, Callable[[], 
         yield f"rope-and-cache-cuda {words}", functools.partial(rope_and_cache_cuda.recipe, group)
         yield f"qk-norm-rope-cuda {words}", functools.partial(qk_norm_rope_cuda.recipe, group)
         if gated_cuda.CAPABILITY in group:
-            for dtype, activation in itertools.product(gated_cuda.DTYPES, ACTIVATIONS):
-                name = f"gated-linear-cuda {str(dtype).removeprefix('torch.')} {activation}"
-                yield name, functools.partial(gated_cuda.recipe, dtype, activation)
+            for (dtype, tf32), activation in itertools.product(gated_cuda.KINDS, ACTIVATIONS):
+                name = f"gated-linear-cuda {'tf32' if tf32 else str(dtype).removeprefix('torch.')} {activation}"
+                yield name, functools.partial(gated_cuda.recipe, dtype, activation, tf32)
 
 
 def build(*architectures: str) -> list[Built]:

@@ -83,7 +83,8 @@ inline void each_element(const CUtensorMap& map, int column, int row, uint32_t a
   for (int r = 0; r < map.box_rows; ++r)
     for (int c = 0; c < map.box_columns; ++c) {
       const bool inside = row + r >= 0 && row + r < map.rows && column + c >= 0 && column + c < map.columns;
-      move(swizzled(at + 2 * (r * map.box_columns + c), map.swizzle), inside ? map.matrix + (row + r) * map.stride + 2 * (column + c) : nullptr);
+      move(swizzled(at + map.word * (r * map.box_columns + c), map.swizzle),
+           inside ? map.matrix + (row + r) * map.stride + map.word * (column + c) : nullptr);
     }
 }
 inline void tma_load_multicast(uint16_t ranks, const CUtensorMap* of, int column, int row, uint32_t to, uint32_t barrier) {
@@ -95,11 +96,14 @@ inline void tma_load_multicast(uint16_t ranks, const CUtensorMap* of, int column
       if (!(ranks >> rank & 1)) continue;
       char* const memory = on_cpu::blocks[rank].memory;
       each_element(map, column, row, to, [&](uint32_t address, const char* from) {
-        const char zeros[2] = {};
-        std::memcpy(memory + address, from ? from : zeros, 2);
+        const char zeros[4] = {};
+        std::memcpy(memory + address, from ? from : zeros, map.word);
+        if (!map.rounded) return;
+        uint32_t bits;
+        std::memcpy(&bits, memory + address, 4), bits = bits + 0x1000 & ~0x1fffu, std::memcpy(memory + address, &bits, 4);
       });
       Barrier& there = barrier_of(rank, barrier);
-      there.bytes -= 2 * map.box_rows * map.box_columns, there.over();
+      there.bytes -= map.word * map.box_rows * map.box_columns, there.over();
     }
   };
   if (on_cpu::late) on_cpu::flying.push_back(operation);
@@ -114,7 +118,7 @@ inline void tma_store(const CUtensorMap* of, int column, int row, uint32_t from)
   check(from % 128 == 0, "TMA reads from an address that is not aligned");
   const Operation operation = [=] {
     each_element(map, column, row, from, [&](uint32_t address, char* to) {
-      if (to) std::memcpy(to, memory + address, 2);
+      if (to) std::memcpy(to, memory + address, map.word);
     });
   };
   if (on_cpu::late) on_cpu::fibers[on_cpu::running].stores.push_back(operation);
@@ -134,6 +138,12 @@ inline void tma_store_wait_read() {
     for (const Operation& operation : groups.front()) operation();
 }
 inline void fence_proxy_async() {}
+
+inline void store_pair(uint32_t to, float a, float b) {
+  check(to % 8 == 0, "two words are stored to an address that is not aligned");
+  const float both[] = {a, b};
+  std::memcpy(on_cpu::block().memory + to, both, sizeof both);
+}
 
 // stmatrix and ldmatrix. `place` gives the shared address of two bytes, and the halves of registers that lie there.
 template <class EpilogueContext>

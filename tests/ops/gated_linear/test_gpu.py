@@ -65,9 +65,9 @@ def usual(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return value * functional.gelu(gate, approximate="tanh")
 
 
-def check_as_accurate_as_eager(inputs: tuple[Tensor, ...], dy: Tensor, save: Any) -> None:
+def check_as_accurate_as_eager(inputs: tuple[Tensor, ...], dy: Tensor, **how: Any) -> None:
     """y and all gradients, against float64."""
-    found, other = outcome(lambda *a: geglu_linear(*a, save=save), inputs, dy), outcome(usual, inputs, dy)
+    found, other = outcome(lambda *a: geglu_linear(*a, **how), inputs, dy), outcome(usual, inputs, dy)
     double = tuple(t.detach().double().requires_grad_() for t in inputs)
     for mine, eagers, true in zip(found, other, outcome(usual, double, dy.double()), strict=True):
         a, b, band = errors([mine], [true]), errors([eagers], [true]), 3 * torch.finfo(dy.dtype).eps / 2
@@ -83,22 +83,23 @@ def test_rows_that_are_not_aligned(
     """Unaligned x, weights, y, pre-activations, their gradient and dW, each in turn, at the size from which they are copied."""
     monkeypatch.setattr(_autograd, "LARGE_BYTES", 0 if large else _autograd.LARGE_BYTES)
     dy = torch.randn(600, hidden, device="cuda", dtype=torch.bfloat16)
-    check_as_accurate_as_eager(make(600, features, hidden, True), dy, save)
+    check_as_accurate_as_eager(make(600, features, hidden, True), dy, save=save)
 
 
 @pytest.mark.filterwarnings(
     "ignore:Attempting to run cuBLAS"
 )  # torch's, if it is what a thread of the backward begins with
+@pytest.mark.parametrize("impl", ["auto", "cuda"])
 @pytest.mark.parametrize("precision", ["highest", "high"])
 @pytest.mark.parametrize("save", ["preact", "input"])
 @pytest.mark.parametrize(("rows", "features", "hidden"), [(600, 256, 520), (600, 257, 515), (1000, 1030, 768), (70, 256, 512)])  # fmt: skip
-def test_float32_of_many_rows(rows: int, features: int, hidden: int, save: str, precision: str) -> None:
+def test_float32_of_many_rows(rows: int, features: int, hidden: int, save: str, precision: str, impl: str) -> None:
     """With and without tf32, aligned or not; large problems, too."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
         inputs = tuple(t.detach().float().requires_grad_() for t in make(rows, features, hidden))
-        check_as_accurate_as_eager(inputs, torch.randn(rows, hidden, device="cuda"), save)
+        check_as_accurate_as_eager(inputs, torch.randn(rows, hidden, device="cuda"), save=save, impl=impl)
     finally:
         torch.set_float32_matmul_precision(before)
 

@@ -198,6 +198,8 @@ def cuda_stages(problem: Problem, target: str) -> list[Stage]:
         only = (PARTS, *module.one(problem.dtype, problem.case.activation))  # type: ignore[attr-defined]
         if problem.task.dtype == "fp32":
             files, names = module.FLOAT32_SOURCES, ("float32.cu",)
+        elif problem.task.dtype == "tf32":
+            files, names = module.TF32_SOURCES, ("tf32.cu",)
         sources = [module.FOLDER / name for name in names]
     else:
         arch = f"sm_{triton_kernels.capability(target)}"
@@ -256,8 +258,9 @@ def _cuda_part(problem: Problem, name: str) -> str:
             width, rows = _width_of_stream(problem), problem.case.rows  # type: ignore[attr-defined]
             serves = width is not None and columns == min(n for n in STREAM_COLUMNS if rows <= n)
             return f"few_rows_kernel of {columns} columns, tiles to {64 * slabs} features" if serves else ""
-        found = re.search(r"gated_linear_kernelILb\dELi(\d)", name)
-        kinds = ("y", "preact", "gradient", "down", *(f"y of {tiles.rows} rows sideways" for tiles in SIDEWAYS))
+        found = re.search(r"gated_linear_kernelILb\dELi(\d+)", name)
+        sideways = (f"y of {tiles.rows} rows sideways" for tiles in SIDEWAYS)
+        kinds = "y", "preact", "gradient", "down", *sideways, "", "", "y in tf32", "preact in tf32"
         return f"gated_linear_kernel {kinds[int(found[1])]}" if found else ""
     dtype, of, to = _instance(problem)
     inputs, case = problem.inputs, problem.case  # type: ignore[attr-defined]

@@ -1,5 +1,5 @@
-"""`impl="cuda"` of the gated linear unit, for Hopper: the kernels in `gated_linear.cu` and, for float32, in `float32.cu`, compiled on
-first use with the user's nvcc for the dtype and the activation of a call, and their launcher.
+"""`impl="cuda"` of the gated linear unit, for Hopper: the kernels in `gated_linear.cu` and, for float32, in `float32.cu`
+or, where matmuls may round to tf32, `tf32.cu`, compiled on first use with the user's nvcc for the dtype and the activation of a call, and their launcher.
 
 The interface is complete; calls of a function for which `lacks` is true are left to the implementation named by `otherwise`.
 
@@ -16,26 +16,31 @@ import torch
 from torch import Tensor
 
 from ...._shared import build, cuda
-from ...._shared.gpu import processors_of
+from ...._shared.gpu import processors_of, tf32_allowed
 from ..._tuned import Key, Tuned
 from .. import _host
 from .._problem import ACTIVATIONS, ALIGNED, Halves, Preact, Spec, describable, new_sums, no_rows, odd, split_preact
 from .._products import COLUMN_MULTIPLE, aligned, aligned_output, copy_to, each
 from . import float32, tiles
-from .tiles import DOWN, FEW, GATE, GRADIENT, PREACT, Y
+from .tiles import DOWN, FEW, GATE, GRADIENT, PREACT, TF32_PREACT, TF32_Y, Y
 
 FOLDER = Path(__file__).parent
 _NAMES = (
     "gated_linear.cu", "sideways.cu", "few_rows.cu", "epilogues.cuh", "few_rows.cuh", "gate.cuh", "gate_gradient.cuh",
-    "hopper.cuh", "instructions.cuh", "matrices.cuh", "plan.h", "products.cuh", "sums.cuh", "tiles.cuh", "wgmma.cuh",
+    "hopper.cuh", "instructions.cuh", "launch.cuh", "matrices.cuh", "plan.h", "products.cuh", "sums.cuh", "tiles.cuh",
+    "wgmma.cuh",
 )  # fmt: skip
 SOURCES = (*(FOLDER / name for name in _NAMES), cuda.MBARRIER)
 FLOAT32_SOURCES = tuple(
     FOLDER / name for name in ("float32.cu", "copies.cuh", "gate.cuh", "instructions.cuh", "plan.h")
 )
+_OTHERS = ("gated_linear.cu", "sideways.cu", "few_rows.cu", "few_rows.cuh", "gate_gradient.cuh")
+TF32_SOURCES = (FOLDER / "tf32.cu", *(FOLDER / name for name in _NAMES if name not in _OTHERS), cuda.MBARRIER)
 CAPABILITY = cuda.HOPPER
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = (*HALF, torch.float32)
+#: What a library is compiled for, besides an activation: a dtype, and whether its products are in tf32.
+KINDS = (*((dtype, False) for dtype in DTYPES), (torch.float32, True))
 OTHERWISE = "gluon"  # in 16 bits; `otherwise` is for every dtype
 #: Functions of products that gluon serves in less time at some sizes: their kernels as in `tiles.RACES`, and names for users.
 SHARED = {
@@ -53,9 +58,11 @@ _PLAN = Struct("17q")
 _CALL = Struct("12q")
 
 
-def recipe(dtype: torch.dtype, activation: str) -> build.Recipe:
-    """Build recipe of the library for a dtype and an activation."""
+def recipe(dtype: torch.dtype, activation: str, tf32: bool = False) -> build.Recipe:
+    """Build recipe of the library for a dtype and an activation; of float32, for products in tf32 or not."""
     flags, only = cuda.flags((CAPABILITY,), "a"), one(dtype, activation)
+    if tf32:
+        return "gated-linear-tf32-cuda", TF32_SOURCES, build.nvcc(), (*flags, *only)
     if dtype == torch.float32:
         return "gated-linear-float32-cuda", FLOAT32_SOURCES, build.nvcc(), (*flags, *only)
     return "gated-linear-cuda", SOURCES, build.nvcc(), (*flags, cuda.PARTS, *only)
@@ -67,11 +74,11 @@ def one(dtype: torch.dtype, activation: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, activation: str) -> cuda.Library | str:
+def _kernel(dtype: torch.dtype, activation: str, tf32: bool = False) -> cuda.Library | str:
     """The library, built if necessary, or why there is none."""
-    name = "fusewise_gated_float32" if dtype == torch.float32 else "fusewise_gated_linear"
+    name = "tf32" if tf32 else "float32" if dtype == torch.float32 else "linear"
     try:
-        library = cuda.Library(recipe(dtype, activation), name)
+        library = cuda.Library(recipe(dtype, activation, tf32), f"fusewise_gated_{name}")
     except build.BuildError as error:
         return str(error)
     _host.unavailable()  # loads it once it is built, so that it takes the next call
@@ -83,7 +90,9 @@ def unavailable(device_type: str) -> str | None:
     if (reason := cuda.no_gpu(device_type) or cuda.not_hopper("cuda")) is not None:
         return reason
     missing = build.nvcc().missing
-    there = missing and any(build.built(*recipe(dtype, activation)) for dtype in DTYPES for activation in ACTIVATIONS)
+    there = missing and any(
+        build.built(*recipe(dtype, activation, tf32)) for dtype, tf32 in KINDS for activation in ACTIVATIONS
+    )
     return missing if missing and not there else None
 
 
@@ -106,8 +115,13 @@ def refuses(
             return f"{ALIGNED}, and copying others pays off only from {TILES_FROM} rows on"
     if x.dtype != torch.float32 and by_choice and alone and _config("y", x, hidden).tiles == "gluon":
         return "gluon's tiles of 128 rows by 64 features take less time at this size"
-    kernel = _kernel(x.dtype, activation)
+    kernel = _kernel(x.dtype, activation, in_tf32(x))
     return kernel if isinstance(kernel, str) else None
+
+
+def in_tf32(x: Tensor) -> bool:
+    """Whether products with x may round their operands to tf32."""
+    return x.dtype == torch.float32 and tf32_allowed()
 
 
 def _config(kernel: str, x: Tensor, hidden: int, *, or_gluon: bool = True) -> tiles.Config:
@@ -168,7 +182,7 @@ def path(x: Tensor, halves: Halves) -> str:
     """For `explain_dispatch`: copies, functions left to OTHERWISE, and the host fast path. A down projection is taken to have as
     many features out as x has."""
     if x.dtype == torch.float32:
-        return f"without tensor cores; gradients by {float32.OTHERWISE}"
+        return f"{'in tf32' if in_tf32(x) else 'without tensor cores'}; gradients by {float32.OTHERWISE}"
     hidden = halves.value.shape[0]
     copies = f"{ALIGNED}: other matrices are copied" if odd(hidden, (x, halves.value, halves.gate)) else ""
     names = [name for function, (_, name) in SHARED.items() if lacks(function, hidden, x)]
@@ -184,12 +198,15 @@ def _run(
     dbias: Tensor | None = None, width: int = 0,
 ) -> None:  # fmt: skip
     """Launch the product of x with an epilogue that writes y and `outputs` (u and g or their gradients) and reads
-    `inputs` (dy, or u and g). GATE: x is dy, and there is no product. FEW has tiles of `width` features. In 16 bits, what TMA does
-    not support is copied."""
+    `inputs` (dy, or u and g). GATE: x is dy, and there is no product. FEW has tiles of `width` features. What TMA does not
+    support is copied, but in float32 without tf32, which needs no TMA."""
     rows = x.shape[0]
     if rows == 0:
         return no_rows(dbias)
-    kernel = _kernel(x.dtype, activation)
+    tf32 = in_tf32(x)
+    if tf32:
+        epilogue = {Y: TF32_Y, PREACT: TF32_PREACT}[epilogue]
+    kernel = _kernel(x.dtype, activation, tf32)
     if isinstance(kernel, str):
         raise RuntimeError(
             f'gated_linear: impl must be one that is here, got "cuda": {kernel}; use impl="{otherwise(x.dtype)}"'
@@ -198,7 +215,7 @@ def _run(
     written = (y, *outputs)
     buffers: tuple[Tensor | None, ...] = written
     read: tuple[Tensor | None, ...] = (x, value, gate, *inputs)
-    if x.dtype in HALF:
+    if x.dtype in HALF or tf32:
         buffers, read = tuple(each(aligned_output, *written)), tuple(each(aligned, *read))
     matrices = (*read[:3], *buffers, *read[3:])
     depth, hidden = x.shape[1], x.shape[1] if value is None else value.shape[epilogue == DOWN]

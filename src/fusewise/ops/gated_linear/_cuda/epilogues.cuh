@@ -60,10 +60,21 @@ struct Pair {
   }
 };
 
+// Stores a piece of y, and of u and g if they are kept: from slots of their own, y's from one for each piece otherwise.
+template <int EPILOGUE>
+__device__ inline void store_piece(const EpilogueContext<EPILOGUE>& at, int piece) {
+  constexpr bool KEEP = Traits<EPILOGUE>::KEEP;
+  if (at.thread != 0) return;
+  const int feature = at.tile.feature + piece * Traits<EPILOGUE>::PIECE, row = at.tile.row;
+  tma_store(&at.p.y, feature, row, at.slot(KEEP ? 0 : piece));
+  if (KEEP) tma_store(&at.p.u, feature, row, at.slot(1)), tma_store(&at.p.g, feature, row, at.slot(2));
+  tma_store_commit();
+}
+
 // Y, PREACT
 template <bool BFLOAT16, int EPILOGUE, int ACTIVATION>
 __device__ void write_outputs(float (&top)[96], float (&bottom)[96], const EpilogueContext<EPILOGUE>& at) {
-  constexpr bool KEEP = EPILOGUE == PREACT;
+  constexpr bool KEEP = Traits<EPILOGUE>::KEEP;
 #pragma unroll
   for (int piece = 0; piece < Traits<EPILOGUE>::PIECES; ++piece) {
     if (KEEP && piece > 0) at.wait_stores();
@@ -83,12 +94,28 @@ __device__ void write_outputs(float (&top)[96], float (&bottom)[96], const Epilo
       stmatrix(at.slot(2) + at.offset(half, pair), g);
     }
     at.fence_writes();
-    if (at.thread == 0) {
-      const int feature = at.tile.feature + piece * Traits<EPILOGUE>::PIECE, row = at.tile.row;
-      tma_store(&at.p.y, feature, row, at.slot(KEEP ? 0 : piece));
-      if (KEEP) tma_store(&at.p.u, feature, row, at.slot(1)), tma_store(&at.p.g, feature, row, at.slot(2));
-      tma_store_commit();
+    store_piece(at, piece);
+  }
+}
+
+// TF32_Y, TF32_PREACT: a thread's two adjacent features are eight bytes of a row, whose 16-byte chunks are swizzled.
+template <int EPILOGUE, int ACTIVATION>
+__device__ void write_float32(float (&top)[96], float (&bottom)[96], const EpilogueContext<EPILOGUE>& at) {
+  using A = Traits<EPILOGUE>;
+#pragma unroll
+  for (int piece = 0; piece < A::PIECES; ++piece) {
+    if (A::KEEP && piece > 0) at.wait_stores();
+#pragma unroll
+    for (int i = 0; i < 4 * A::PIECE / 8; ++i) {
+      const int half = i / 2 % 2, r = i % 2, eight = i / 4;
+      const int row = half * 64 + at.warp * 16 + r * 8 + at.lane / 4, chunk = 2 * eight + at.lane % 4 / 2;
+      const uint32_t offset = row * A::PIECE * A::WORD + ((chunk ^ (row & 7)) << 4) + at.lane % 2 * 8;
+      const Pair a(half ? bottom : top, at, piece * A::PIECE + eight * 8, r);
+      store_pair(at.slot(A::KEEP ? 0 : piece) + offset, a.u.x * gate<ACTIVATION>(a.g.x).value, a.u.y * gate<ACTIVATION>(a.g.y).value);
+      if (A::KEEP) store_pair(at.slot(1) + offset, a.u.x, a.u.y), store_pair(at.slot(2) + offset, a.g.x, a.g.y);
     }
+    at.fence_writes();
+    store_piece(at, piece);
   }
 }
 

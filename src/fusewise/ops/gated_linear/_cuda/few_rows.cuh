@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(Stage<COLUMNS, SLABS>::THREADS, 1) few_rows_ke
 bool describe_few(FewRows& p, const Plan& of, const Call& c) {
   // No 256-byte L2 promotion: both halves are requested anyway, and each request would fetch both.
   const auto in_boxes = [&](CUtensorMap* map, const void* matrix, int64_t stride, int64_t rows, int box_rows) {
-    return describe(map, of, matrix, stride, rows, of.depth, box_rows, DEPTH, CU_TENSOR_MAP_L2_PROMOTION_NONE);
+    return describe(map, half_type(of), matrix, stride, rows, of.depth, box_rows, DEPTH, CU_TENSOR_MAP_L2_PROMOTION_NONE);
   };
   return in_boxes(&p.x, c.x, of.x_stride, of.rows, p.x_rows) && in_boxes(&p.value, c.value, of.value_stride, of.hidden, p.width) &&
          in_boxes(&p.gate, c.gate, of.gate_stride, of.hidden, p.width);

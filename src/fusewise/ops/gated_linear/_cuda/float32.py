@@ -1,5 +1,5 @@
-"""When `impl="cuda"` takes float32, whose kernel (`float32.cu`) needs no tensor cores. It makes y, with pre-activations or without;
-gradients are left to Triton."""
+"""When `impl="cuda"` takes float32: with a kernel that needs no tensor cores (`float32.cu`) or, where products may round their operands to
+tf32, with one that does (`tf32.cu`). Both make y, with pre-activations or without; gradients are left to Triton."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ MOST_STRIDE = 1 << 23
 def refuses(hidden: int, matrices: tuple[Tensor, ...], *, by_choice: bool) -> str | None:
     """As in `_cuda`, but for whether the kernel is there."""
     x = matrices[0]
-    if any((min(matrix.shape[0], TILE) - 1) * matrix.stride(0) >= (TILE - 1) * MOST_STRIDE for matrix in matrices):
+    if not tf32_allowed() and any(
+        (min(matrix.shape[0], TILE) - 1) * matrix.stride(0) >= (TILE - 1) * MOST_STRIDE for matrix in matrices
+    ):
         return f"rows must be less than {MOST_STRIDE} elements apart"
     if not by_choice:
         return None

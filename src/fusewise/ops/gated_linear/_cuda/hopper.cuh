@@ -104,6 +104,11 @@ __device__ inline void stmatrix_trans(uint32_t to, const uint32_t (&a)[4]) {
                : "memory");
 }
 
+// Two words to shared memory.
+__device__ inline void store_pair(uint32_t to, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(a), "f"(b) : "memory");
+}
+
 __device__ inline void ldmatrix(uint32_t from, uint32_t (&a)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])

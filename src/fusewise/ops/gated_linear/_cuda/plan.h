@@ -7,15 +7,16 @@
 
 // What a kernel computes. From the product of x with both weights: Y: y; PREACT: y, u and g; GRADIENT: du and dg, from dy. From the
 // product dy = dz W_down: DOWN: y, du and dg, from u and g. Without a product: GATE: du and dg, from dy, u and g. SIDE_n: y, with the
-// weights as left operand, in tiles of n rows (tiles.cuh). FEW: y of up to 208 rows (few_rows.cuh).
-enum Epilogue { Y, PREACT, GRADIENT, DOWN, SIDE_208, SIDE_192, SIDE_160, SIDE_144, SIDE_128, GATE, FEW };
+// weights as left operand, in tiles of n rows (tiles.cuh). FEW: y of up to 208 rows (few_rows.cuh). TF32_*: of float32 matrices, whose
+// products round their operands to tf32.
+enum Epilogue { Y, PREACT, GRADIENT, DOWN, SIDE_208, SIDE_192, SIDE_160, SIDE_144, SIDE_128, GATE, FEW, TF32_Y, TF32_PREACT };
 constexpr int GATE_ROWS = 32;  // GATE: rows of a partial sum, at least
 
 struct Plan {
   int64_t rows, hidden, depth;
   int64_t x_stride, value_stride, gate_stride, y_stride, u_stride, g_stride, first_stride, second_stride;  // of rows
   int64_t value_bias_stride, gate_bias_stride;
-  int64_t bfloat16;  // else float16
+  int64_t bfloat16;  // else float16, or by the epilogue float32
   int64_t activation;  // as in `_problem.ACTIVATIONS`
   int64_t epilogue;
   int64_t width;  // FEW: features of a tile

@@ -28,11 +28,13 @@
 #include "wgmma.cuh"
 
 // An instantiated kernel: its shared memory, the distances between the tiles of neighbouring clusters, rows of x in a tile and how many
-// blocks share them, and the sizes of its TMA boxes (rows of a weight; rows and columns of what the epilogue reads and writes).
+// blocks share them, the sizes of its TMA boxes (rows of a weight; rows and columns of what the epilogue reads and writes), the depth of a k-step, and
+// whether it is of float32 matrices.
 struct Product {
   void (*kernel)(Params);
   size_t shared;
-  int down_step, across_step, high, sharing, weight_box, height, piece;
+  int down_step, across_step, high, sharing, weight_box, height, piece, step;
+  bool tf32;
 };
 
 namespace {
@@ -62,7 +64,7 @@ __device__ void produce_operands(const Params& p, Shared<EPILOGUE>& shared, int 
   constexpr uint16_t ALL = (1 << CLUSTER) - 1;
   int slot = 0, phase = 1;  // the stages start free: the first wait, for the previous phase, returns at once
   WaveSync wave(p, rank);
-  const int near_end = max(0, p.steps - SYNC_EARLY) * DEPTH;
+  const int near_end = max(0, p.steps - SYNC_EARLY) * A::STEP;
   for (int turn = blockIdx.x / CLUSTER; turn < p.turns; turn += gridDim.x / CLUSTER) {
     const Tile<EPILOGUE> tile(p, turn, rank);
     // Out-of-bounds rows take TMA longer than rows that exist, so a tile that x fills in part has smaller boxes; the stale data below them
@@ -70,10 +72,10 @@ __device__ void produce_operands(const Params& p, Shared<EPILOGUE>& shared, int 
     // the only one at every other step, and multicasts that to both.
     const CUtensorMap* x_map = tile.full ? &p.x : &p.x_edge;
     const bool halved = tile.half >= 0, there = A::SIDEWAYS || tile.row < p.rows;
-    const int box_bytes = there ? tile.box * DEPTH * 2 : 0, x_bytes = A::SIDEWAYS && !halved ? CLUSTER * box_bytes : box_bytes;
+    const int box_bytes = there ? tile.box * DEPTH_BYTES : 0, x_bytes = A::SIDEWAYS && !halved ? CLUSTER * box_bytes : box_bytes;
     const int second = A::SIDEWAYS && !halved ? rank : 0;
     wave.wait();
-    for (int depth = 0; depth < p.steps * DEPTH; depth += DEPTH) {
+    for (int depth = 0; depth < p.steps * A::STEP; depth += A::STEP) {
       if (depth == near_end) wave.arrive();
       const uint32_t ready = smem_address(&shared.ready[slot]), left = smem_address(shared.ring[slot]), right = left + LEFT_BYTES;
       const uint32_t x = A::SIDEWAYS ? right : left;
@@ -89,7 +91,7 @@ __device__ void produce_operands(const Params& p, Shared<EPILOGUE>& shared, int 
         tma_load_multicast(ALL, rank == 0 ? &p.value : &p.gate, depth, tile.feature, right + rank * A::RIGHT_BYTES / 2, ready);
       }
       if constexpr (A::SIDEWAYS) {
-        if (!halved || depth / DEPTH % CLUSTER == rank)
+        if (!halved || depth / A::STEP % CLUSTER == rank)
           tma_load_multicast(ALL, x_map, depth, tile.row + second * tile.box, x + second * box_bytes, ready);
       } else if (there) {
         tma_load(x_map, depth, tile.row, x, ready);
@@ -125,7 +127,7 @@ __device__ void produce_epilogue_inputs(const Params& p, Shared<EPILOGUE>& share
 template <bool BFLOAT16, int EPILOGUE, int N>
 __device__ __forceinline__ void mainloop(float (&top)[N], float (&bottom)[N], const Params& p, Shared<EPILOGUE>& shared, int block) {
   using A = Traits<EPILOGUE>;
-  constexpr uint64_t HALF = 64 * DEPTH * 2 >> 4, ALONG = 32 >> 4, ACROSS = 16 * BOX * 2 >> 4;  // to 64 rows, to 16 of the depth
+  constexpr uint64_t HALF = 64 * DEPTH_BYTES >> 4, ALONG = 32 >> 4, ACROSS = 16 * BOX * 2 >> 4;  // to 64 rows, to the depth of a wgmma
   const int lane = threadIdx.x % 32;
   int slot = block % A::STAGES, phase = block / A::STAGES & 1, last = 0;
   for (int step = 0; step < p.steps; ++step) {
@@ -134,10 +136,14 @@ __device__ __forceinline__ void mainloop(float (&top)[N], float (&bottom)[N], co
     const uint64_t left = matrix_descriptor(stage), right = matrix_descriptor(stage + LEFT_BYTES, A::DOWNWARD ? BOX * DEPTH * 2 : 16);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < DEPTH / 16; ++k) {
-      const uint64_t of_right = right + k * (A::DOWNWARD ? ACROSS : ALONG);
-      wgmma<BFLOAT16, A::DOWNWARD>(top, left + k * ALONG, of_right, step + k);
-      wgmma<BFLOAT16, A::DOWNWARD>(bottom, left + HALF + k * ALONG, of_right, step + k);
+    for (int k = 0; k < DEPTH_BYTES / 32; ++k) {
+      const uint64_t of_left = left + k * ALONG, of_right = right + k * (A::DOWNWARD ? ACROSS : ALONG);
+      if constexpr (A::TF32) {
+        wgmma_tf32(top, of_left, of_right, step + k), wgmma_tf32(bottom, of_left + HALF, of_right, step + k);
+      } else {
+        wgmma<BFLOAT16, A::DOWNWARD>(top, of_left, of_right, step + k);
+        wgmma<BFLOAT16, A::DOWNWARD>(bottom, of_left + HALF, of_right, step + k);
+      }
     }
     wgmma_commit_group();
     wgmma_wait_group<1>();
@@ -170,6 +176,7 @@ __device__ __forceinline__ void compute(const Params& p, Shared<EPILOGUE>& share
   const EpilogueContext<EPILOGUE> at{p, shared, tile, group};
   if constexpr (A::READS > 0) write_gradient<BFLOAT16, EPILOGUE, ACTIVATION>(top, bottom, at, number);
   else if constexpr (A::SIDEWAYS) write_sideways<BFLOAT16, EPILOGUE, ACTIVATION>(top, bottom, at);
+  else if constexpr (A::TF32) write_float32<EPILOGUE, ACTIVATION>(top, bottom, at);
   else write_outputs<BFLOAT16, EPILOGUE, ACTIVATION>(top, bottom, at);
   if constexpr (A::OWNERS == 1) {
     if (thread == 0) tma_store_wait_read();
@@ -192,7 +199,8 @@ __device__ void consume(const Params& p, Shared<EPILOGUE>& shared, int rank, int
     if (!A::DOWNWARD && thread < A::FEATURES) {
       const int feature = tile.feature + thread;
       const auto of = [&](const void* bias, int64_t stride) {
-        return bias != nullptr && feature < p.hidden ? widened<BFLOAT16>(bias, feature * stride) : 0.0f;
+        if (bias == nullptr || feature >= p.hidden) return 0.0f;
+        return A::TF32 ? static_cast<const float*>(bias)[feature * stride] : widened<BFLOAT16>(bias, feature * stride);
       };
       shared.bias[group][0][thread] = of(p.value_bias, p.value_bias_stride);
       shared.bias[group][1][thread] = of(p.gate_bias, p.gate_bias_stride);
@@ -247,7 +255,7 @@ Product product() {
   using A = Traits<EPILOGUE>;
   const auto kernel = gated_linear_kernel<BFLOAT16, EPILOGUE, ACTIVATION>;
   const int weight_box = A::DOWNWARD ? DEPTH / CLUSTER : A::FEATURES;
-  return {kernel, sizeof(Shared<EPILOGUE>), A::DOWN_STEP, A::ACROSS_STEP, A::HIGH, A::SHARING, weight_box, A::HEIGHT, A::PIECE};
+  return {kernel, sizeof(Shared<EPILOGUE>), A::DOWN_STEP, A::ACROSS_STEP, A::HIGH, A::SHARING, weight_box, A::HEIGHT, A::PIECE, A::STEP, A::TF32};
 }
 
 // y in tiles with the weights as left operand.

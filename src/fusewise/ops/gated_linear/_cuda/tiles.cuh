@@ -8,12 +8,13 @@
 
 namespace {
 
-constexpr int ROWS = 128, DEPTH = 64;    // tile of the left operand; DEPTH of both
+constexpr int ROWS = 128, DEPTH = 64;    // tile of the left operand; DEPTH of both, in 16 bits
+constexpr int DEPTH_BYTES = DEPTH * 2;   // of a row of an operand in a stage, whatever its type: that of the swizzle
 constexpr int CLUSTER = 2, GROUP = 128;  // thread blocks; threads of a warpgroup
 constexpr int GROUP_M = 8;               // rows of tile pairs per group of the raster order: a square wave reads the least
 // `WaveSync` is used from so many k-steps and waves on; a cluster arrives so many k-steps before the end of a tile.
 constexpr int SYNC_STEPS = 48, SYNC_WAVES = 16, SYNC_EARLY = 8;
-constexpr int LEFT_BYTES = ROWS * DEPTH * 2;
+constexpr int LEFT_BYTES = ROWS * DEPTH_BYTES;
 constexpr int MOST = 227 * 1024;  // bytes of shared memory that a block may have
 constexpr int SMALL = 2048;       // of them for biases, sums and barriers
 constexpr int BOX = 64;           // columns of W_down in a TMA box: 128 bytes
@@ -29,7 +30,9 @@ constexpr int BOX = 64;           // columns of W_down in a TMA box: 128 bytes
 // divided into pieces: two slots hold the whole tile, one per TMA box of x.
 template <int EPILOGUE>
 struct Traits {
-  static constexpr bool DOWNWARD = EPILOGUE == DOWN, SIDEWAYS = EPILOGUE >= SIDE_208;
+  static constexpr bool DOWNWARD = EPILOGUE == DOWN, SIDEWAYS = EPILOGUE >= SIDE_208 && EPILOGUE <= SIDE_128;
+  static constexpr bool TF32 = EPILOGUE >= TF32_Y, KEEP = EPILOGUE == PREACT || EPILOGUE == TF32_PREACT;
+  static constexpr int WORD = TF32 ? 4 : 2, STEP = DEPTH_BYTES / WORD;  // bytes of an element; depth of a stage
   static constexpr int SIDES[] = {208, 192, 160, 144, 128}, COLUMNS = SIDEWAYS ? SIDES[EPILOGUE - SIDE_208] : 192;
   static constexpr int FEATURES = DOWNWARD ? COLUMNS : SIDEWAYS ? ROWS / 2 : COLUMNS / 2, HIGH = SIDEWAYS ? COLUMNS : ROWS;
   static constexpr int WRITES = EPILOGUE == GRADIENT || SIDEWAYS ? 2 : 3;
@@ -37,9 +40,9 @@ struct Traits {
   static constexpr int OWNERS = EPILOGUE == GRADIENT ? 2 : 1, BUFFERS = OWNERS, SLOTS = WRITES * BUFFERS + READS * AHEAD;
   static constexpr int PIECE = DOWNWARD || SIDEWAYS ? 64 : 32;
   static constexpr int SHARING = SIDEWAYS ? CLUSTER : 1;  // blocks that load a part of the tile's x each
-  static constexpr int HEIGHT = SIDEWAYS ? HIGH / CLUSTER : READS > 0 ? 64 : 128, PIECE_BYTES = HEIGHT * PIECE * 2;
+  static constexpr int HEIGHT = SIDEWAYS ? HIGH / CLUSTER : READS > 0 ? 64 : 128, PIECE_BYTES = HEIGHT * PIECE * WORD;
   static constexpr int HALVES = HIGH / HEIGHT, PIECES = FEATURES / PIECE * HALVES;
-  static constexpr int RIGHT_BYTES = COLUMNS * DEPTH * 2;
+  static constexpr int RIGHT_BYTES = COLUMNS * DEPTH_BYTES;
   static constexpr int STAGES = (MOST - SMALL - OWNERS * SLOTS * PIECE_BYTES) / (LEFT_BYTES + RIGHT_BYTES);
   // Distance between the tiles of neighbouring clusters, and between the two tiles of a cluster.
   static constexpr int DOWN_STEP = SIDEWAYS ? HIGH : CLUSTER * HIGH, ACROSS_STEP = SIDEWAYS ? CLUSTER * FEATURES : FEATURES;
@@ -67,7 +70,7 @@ struct Params {
   int64_t value_bias_stride, gate_bias_stride;
   float* sums;              // (⌈M / 128⌉, 2, F) of du and dg, or null
   unsigned* wave_counter;   // arrivals of all clusters at `WaveSync`, or null: unused
-  int rows, hidden, steps;  // k-steps of DEPTH
+  int rows, hidden, steps;  // k-steps, of a stage each
   int edge;                 // rows of a TMA box in a tile that x fills in part: a multiple of 8, as in the swizzle
   int turns, whole;         // of clusters; and those with a whole tile, before those with half of one
 };

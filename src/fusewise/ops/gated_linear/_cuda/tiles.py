@@ -24,7 +24,7 @@ STREAM_ROWS = 128  # up to which it always computes y
 LOADS = 16  # cost of a tile, whatever its columns
 MEMORY = 2.7  # cost of reading both weights of a feature, while all SMs read
 # Epilogues, as in plan.h.
-Y, PREACT, GRADIENT, DOWN, SIDE_208, SIDE_192, SIDE_160, SIDE_144, SIDE_128, GATE, FEW = range(11)
+Y, PREACT, GRADIENT, DOWN, SIDE_208, SIDE_192, SIDE_160, SIDE_144, SIDE_128, GATE, FEW, TF32_Y, TF32_PREACT = range(13)
 
 
 class Tiles(NamedTuple):

@@ -105,6 +105,14 @@ __device__ inline void wgmma(float (&c)[96], uint64_t a, uint64_t b, int add) {
   else if constexpr (TRANSPOSED) WGMMA(192, 96, "96", "97", "98", "f16", "1");
   else WGMMA(192, 96, "96", "97", "98", "f16", "0");
 }
+// The same of float32 operands, of which it reads the bits of tf32: (64, 8) by (8, 192).
+__device__ inline void wgmma_tf32(float (&c)[96], uint64_t a, uint64_t b, int add) {
+  asm volatile(
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %98, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n192k8.f32.tf32.tf32 {" L96 "}, %96, %97, add, 1, 1;\n}"
+      : C96
+      : "l"(a), "l"(b), "r"(add));
+}
 #undef PRODUCT_OF
 #undef WGMMA
 
