@@ -159,6 +159,14 @@ def gated_linear(impl: str, device: str) -> Calls:
         if grad:
             torch.autograd.grad(z, list(tensors.values()), tensor(*z.shape, dtype=dtype, grad=False))
 
+    def in_tf32(call: Callable[[], Any]) -> None:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        try:
+            call()
+        finally:
+            torch.set_float32_matmul_precision(before)
+
     if impl == "cuda":  # its own kernels, also where Gluon's take less time
         from fusewise.ops.gated_linear import _cuda
 
@@ -182,6 +190,10 @@ def gated_linear(impl: str, device: str) -> Calls:
     for rows, F in ((176, 28672), (240, 14336), (272, 28672), (320, 14336), (400, 14336), (200, 14336)):
         a = rows, 72, F, torch.bfloat16, True, "preact", "silu"
         yield f"{rows} rows, {F} features", lambda a=a: linear(*a, "stacked", False)
+    for rows, (D, F) in product((3, 130, 300) if impl == "cuda" else (), widths):  # 3 rows: of an odd width, copied for TMA
+        for grad in (True, False):
+            a = rows, D - rows % 2, F, torch.float32, True, "preact", "silu", "stacked", grad
+            yield f"{rows} x {D} x {F} tf32{'' if grad else ' y alone'}", lambda a=a: in_tf32(lambda: linear(*a))
     for activation in ACTIVATIONS:
         a = (130, 72, 136, torch.bfloat16, True, "preact", activation)
         yield f"every activation: {activation}", lambda a=a: linear(*a, "stacked", True)
