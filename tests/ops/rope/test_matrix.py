@@ -10,6 +10,7 @@ The cases are not a full product; each covers something that can break independe
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -411,3 +412,39 @@ def test_a_batch_entry_beyond_int32(place: Place) -> None:
         expected = fusewise.rope(x.contiguous(), **call)
         assert_bits(fusewise.rope(x, **call), expected)
         assert_bits(fusewise.rope_(x, **call), expected)
+
+
+# The argument of a call of (3, 3) tokens, its strides and the other arguments.
+BEYOND_INT32: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+    "tokens": ("positions", (2**30,), {}),
+    "batch": ("positions", (2**30, 1), {}),
+    "axes": ("positions", (2**30, 3, 1), {"sections": (2, 1, 1)}),
+    "columns": ("cos_sin", (1, 2**30), {}),
+    "columns-partial": ("cos_sin", (1, 2**30), {"rotary_dim": 6}),
+    "columns-interleaved": ("cos_sin", (1, 2**30), {"rotary_dim": 6, "pairing": "interleaved"}),
+    "frequencies": ("inv_freq", (2**30,), {}),
+}
+
+
+@every_place
+@pytest.mark.parametrize("name", BEYOND_INT32)
+def test_positions_and_tables_beyond_int32(name: str, place: Place, tmp_path: Path) -> None:
+    """Elements 2³¹ after the first, in a file of which no more than these exist."""
+    require(place)
+    if place.device != "cpu":
+        pytest.skip("memory that is not touched takes none only on a CPU")
+    argument, strides, options = BEYOND_INT32[name]
+    memory = torch.from_file(str(tmp_path / "sparse"), shared=True, size=3 * 2**30 + 1024, dtype=torch.int32)
+    call = make_table(
+        "inv_freq" if argument == "inv_freq" else "cos_sin", options.get("rotary_dim", 8) // 2, 1, torch.float32
+    )
+    near: dict[str, torch.Tensor] = dict(call)
+    if argument == "positions":
+        near = {argument: torch.arange(3 ** len(strides), dtype=torch.int32).view([3] * len(strides))}
+    far = {
+        key: memory.view(x.dtype).as_strided(x.shape, strides, 512 * i).copy_(x)
+        for i, (key, x) in enumerate(near.items())
+    }
+    call |= {**options, "impl": place.impl}
+    q = torch.randn(3, 3, 2, 8)
+    assert_bits(fusewise.rope(q, **{**call, **far}), fusewise.rope(q, **{**call, **near}))

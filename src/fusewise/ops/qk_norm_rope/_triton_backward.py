@@ -174,7 +174,7 @@ def backward_kernel(
         PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT, ALL, HAS_WEIGHT, X_UNIT, INDEX, FLAT, BLOCK_D, VECTOR
     )
     position_form: tl.constexpr = PositionForm(
-        SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE
+        SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE, INDEX
     )
     table_form: tl.constexpr = TableForm(TABLE, TABLE_STEP, TABLE_UNIT, PAIRS, False, INDEX)
     program = tl.program_id(0)

@@ -230,9 +230,9 @@ def reach_of(problem: Problem) -> int:
     def span(heads: int, strides: tuple[int, int, int]) -> int:
         return sum(n * s for n, s in zip((*sizes, heads - 1), strides, strict=True))
 
-    table = 0 if problem.spec.table == "inv_freq" else _extent(problem.cos)
+    read = [_extent(x) for x in (problem.cos, problem.positions) if x is not None]
     spans = [span(o.heads, s) + o.head_dim for o in problem.operands for s in (o.x_strides, o.y_strides)]
-    return max(table, *spans)
+    return max(*read, *spans)
 
 
 def _extent(x: Tensor) -> int:

@@ -34,6 +34,7 @@ class PositionForm(NamedTuple):
     SECTIONS_INTERLEAVED: Any
     CP_RANK: Any
     CP_SIZE: Any
+    INDEX: Any
 
 
 class Table(NamedTuple):
@@ -107,7 +108,7 @@ def table_rows_of(batch, token, mask, offs_p, positions, FORM: tl.constexpr):
     mask (BLOCK_T,) of tokens that pass through unrotated."""
     identity = token < 0  # none
     if FORM.SOURCE == "positions":
-        index = (batch * positions.stride_b + token * positions.stride_t)[:, None]
+        index = (batch.to(FORM.INDEX) * positions.stride_b + token.to(FORM.INDEX) * positions.stride_t)[:, None]
         if FORM.SECTION_T + FORM.SECTION_H + FORM.SECTION_W == 0:
             rows = tl.load(positions.ptr + index, mask[:, None], 0)
         else:
@@ -120,9 +121,8 @@ def table_rows_of(batch, token, mask, offs_p, positions, FORM: tl.constexpr):
                     tl.int32
                 )
             pair_mask = offs_p < FORM.SECTION_T + FORM.SECTION_H + FORM.SECTION_W
-            rows = tl.load(
-                positions.ptr + index + (axis * positions.stride_a)[None, :], mask[:, None] & pair_mask[None, :], 0
-            )
+            index = index + (axis.to(FORM.INDEX) * positions.stride_a)[None, :]
+            rows = tl.load(positions.ptr + index, mask[:, None] & pair_mask[None, :], 0)
     elif FORM.SOURCE == "running":
         row = token
         if FORM.CP_SIZE > 1:
@@ -154,13 +154,14 @@ def cos_and_sin(
     """cos θ and sin θ in float32, (BLOCK_T, 1, BLOCK_P). From a table with HEADS > 1, (BLOCK_T, HEADS, BLOCK_P): each
     thread loads its own 16 bytes for every head and does not wait for another thread's."""
     pair_mask = (offs_p < FORM.PAIRS)[None, :]
+    entry = offs_p.to(FORM.INDEX) * FORM.STEP
     if FORM.KIND == "inv_freq":
-        inv_freq = tl.load(table.cos_ptr + offs_p * FORM.STEP, offs_p < FORM.PAIRS, 0.0)[None, :]
+        inv_freq = tl.load(table.cos_ptr + entry, offs_p < FORM.PAIRS, 0.0)[None, :]
         cos, sin = _sincos(rows.to(tl.float64) * inv_freq.to(tl.float64))
     else:
         inside = (rows >= 0) & (rows < table.rows) & mask[:, None]
         index = (rows.to(FORM.INDEX) * table.stride_r + (batch.to(FORM.INDEX) * table.stride_b)[:, None]) * FORM.UNIT
-        index = index + (offs_p * FORM.STEP)[None, :]
+        index = index + entry[None, :]
         inside = inside & pair_mask
         if FORM.KIND == "angles":
             cos, sin = _sincos(tl.load(table.cos_ptr + index, inside, 0.0).to(tl.float64))

@@ -246,7 +246,7 @@ def _rotate_flat_tile(
         rotated = mask_n[:, None]
         if not ALL:
             rotated &= tl.max_constancy((pair >= 0) & (pair < FORM.PAIRS), WHOLE)[None, :]
-        entry = tl.max_contiguous(tl.multiple_of(pair, WHOLE), WHOLE) * TABLE.STEP
+        entry = tl.max_contiguous(tl.multiple_of(pair, WHOLE), WHOLE).to(FORM.INDEX) * TABLE.STEP
     else:
         pair = in_head - START
         second = pair >= FORM.PAIRS
@@ -254,7 +254,7 @@ def _rotate_flat_tile(
         rotated = mask
         if not ALL:
             rotated &= tl.max_constancy((pair >= 0) & (pair < 2 * FORM.PAIRS), FORM.PAIR_VECTOR)[None, :]
-        entry = tl.max_contiguous(tl.multiple_of(entry, FORM.PAIR_VECTOR), FORM.PAIR_VECTOR) * TABLE.STEP
+        entry = tl.max_contiguous(tl.multiple_of(entry, FORM.PAIR_VECTOR), FORM.PAIR_VECTOR).to(FORM.INDEX) * TABLE.STEP
         partner = tl.where(second, x_offs - FORM.PAIRS, x_offs + FORM.PAIRS)
         partner = tl.max_contiguous(tl.multiple_of(partner, FORM.PAIR_VECTOR), FORM.PAIR_VECTOR)
         other = tl.load(x.ptr + x_base + partner[None, :], rotated, 0.0)
@@ -344,7 +344,7 @@ def rope_kernel(
         PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT, IN_PLACE, X_UNIT, VECTOR, PAIR_VECTOR, INDEX, DENSE
     )
     position_form: tl.constexpr = PositionForm(
-        SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE
+        SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE, INDEX
     )
     table_form: tl.constexpr = TableForm(TABLE, TABLE_STEP, TABLE_UNIT, PAIRS, INVERSE, INDEX)
     rotate_tile: tl.constexpr = _rotate_flat_tile if FLAT else _rotate_pairs_tile

@@ -139,7 +139,7 @@ def rope_and_cache_kernel(
     table = Table(cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale)
     form: tl.constexpr = Form(PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT, PLACES, SEQUENCE_IS_TOKEN, UNIT)
     position_form: tl.constexpr = PositionForm(
-        SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, 0, 1
+        SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, 0, 1, tl.int64
     )
     table_form: tl.constexpr = TableForm(TABLE, TABLE_STEP, TABLE_UNIT, PAIRS, False, tl.int64)
     key_cache = View(key_cache_ptr, stride_key_n, stride_key_s, stride_key_h)
