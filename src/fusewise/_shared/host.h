@@ -5,6 +5,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/forward_grad.h>
@@ -40,10 +41,12 @@ struct GilReleased {
   ~GilReleased() { PyEval_RestoreThread(thread); }
 };
 
-// A new tensor with the device and dtype of x, without going through the dispatcher.
+// A new tensor with the device and dtype of x, without going through the dispatcher. On a GPU from torch's current allocator: a
+// process that has changed it (`torch.cuda.memory.change_current_allocator`) never starts the one that is registered.
 Tensor empty(const Tensor& x, at::IntArrayRef sizes, at::IntArrayRef strides, std::optional<at::ScalarType> dtype = {}) {
   const DispatchKey key = x.is_cpu() ? DispatchKey::CPU : DispatchKey::CUDA;
-  c10::Allocator* const allocator = c10::GetAllocator(x.device().type());
+  c10::Allocator* const allocator =
+      x.is_cpu() ? c10::GetAllocator(c10::kCPU) : at::detail::getCUDAHooks().getCUDADeviceAllocator();
   return at::detail::empty_strided_generic(sizes, strides, allocator, c10::DispatchKeySet(key), dtype.value_or(x.scalar_type()));
 }
 
