@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ..ops._common import records_gradients, restored, save, transforms_active, wants_formula
+from ..ops._common import records_gradients, restored, save_tensors, transforms_active, wants_formula
 from ..ops.rope import _op, rope, rope_
 from ..ops.rope._validate import DEFAULTS, validated
 from ..ops.rope._written import check_written
@@ -119,7 +119,7 @@ def _rotate_parts(
 
 def _save(ctx: Any, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None) -> None:
     names = [name for name, value in call.items() if isinstance(value, Tensor)]
-    save(ctx, (*(call[name] for name in names), *(tables_k or ())))
+    save_tensors(ctx, (*(call[name] for name in names), *(tables_k or ())))
     ctx.rest = parts, names, {name: value for name, value in call.items() if name not in names}
 
 

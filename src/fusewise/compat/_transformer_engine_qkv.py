@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._common import fail, records_gradients, restored, save, shown, transforms_active, wants_formula
+from ..ops._common import fail, records_gradients, restored, save_tensors, shown, transforms_active, wants_formula
 from ..ops.rope import _op, rope
 from ..ops.rope._validate import INTS
 from ..ops.rope._validate import check_tensor as check_operand
@@ -156,7 +156,7 @@ class _SplitRotate(torch.autograd.Function):
         q, k, v = _fold(qkv, widths, tensor_format)
         q, k = _rotate(q, k, tables, call)
         names = [name for name, value in call.items() if isinstance(value, Tensor)]
-        save(ctx, (*tables, *(call[name] for name in names)))
+        save_tensors(ctx, (*tables, *(call[name] for name in names)))
         ctx.rest = widths, tensor_format, names, {name: x for name, x in call.items() if name not in names}
         ctx.like = qkv.shape, qkv.dtype, qkv.device
         ctx.set_materialize_grads(False)

@@ -173,29 +173,33 @@ def unit_stride(x: Tensor) -> Tensor:
         return x
 
 
-def unpacked(saved: Iterable[Any], dtype: torch.dtype | None = None) -> list[Any]:
-    """The saved tensors of an autograd function with contiguous last dimensions and, if given, in the dtype that they had: a
-    saved-tensor hook may change both, as one that compresses and leaves it to torch to promote what it brings back."""
-    return [None if x is None else unit_stride(x if dtype in (None, x.dtype) else x.to(dtype)) for x in saved]
+def unit_strides(xs: Iterable[Any]) -> list[Any]:
+    """`unit_stride` of each tensor, None for each None."""
+    return [None if x is None else unit_stride(x) for x in xs]
 
 
-def save(ctx: Any, tensors: tuple[Tensor | None, ...]) -> None:
-    """Save tensors of several dtypes for the backward of an autograd function, which gets them from `restored`."""
+def save_tensors(ctx: Any, tensors: tuple[Tensor | None, ...]) -> None:
+    """Save tensors for the backward of an autograd function, which gets them from `restored`."""
     ctx.save_for_backward(*tensors)
-    ctx.kinds = [None if x is None else (x.dtype, x.shape, x.device) for x in tensors]
+    ctx.kinds = [None if x is None else (x.shape, x.device, x.dtype, x.stride()) for x in tensors]
 
 
 def restored(op: str, ctx: Any) -> list[Any]:
-    """What `save` has saved, in the dtypes that it had: see `unpacked`. Hooks must keep values, shapes and devices."""
+    """What `save_tensors` has saved, in the dtypes that it had, and contiguous if a stride is another: a saved-tensor hook may
+    change both, as one that compresses and leaves it to torch to promote what it brings back. Hooks must keep values, shapes
+    and devices."""
+    traced = torch.compiler.is_compiling()
     found = []
     for x, kind in zip(ctx.saved_tensors, ctx.kinds, strict=True):
         if x is not None:
-            dtype, *place = kind
-            if not torch.compiler.is_compiling() and [x.shape, x.device] != place:
-                contract = f"have the shape and device of what it got, {tuple(place[0])} and {place[1]}"
+            shape, device, dtype, stride = kind
+            if not traced and (x.shape != shape or x.device != device):
+                contract = f"have the shape and device of what it got, {tuple(shape)} and {device}"
                 fix = "undo in its unpack what its pack did"
                 fail(op, "what a saved-tensor hook returns", contract, f"{tuple(x.shape)} and {x.device}", fix)
             x = x if x.dtype == dtype else x.to(dtype)
+            first = -1 if traced else 0  # others may be symbols; comparing one with a number adds a guard
+            x = x if x.stride()[first:] == stride[first:] else x.contiguous()
         found.append(x)
     return found
 

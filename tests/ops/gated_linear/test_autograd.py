@@ -240,20 +240,38 @@ def test_what_a_hook_keeps_is_not_overwritten(mlp: bool, builtin: bool) -> None:
 def test_a_hook_may_bring_back_other_strides_or_another_dtype(
     mlp: bool, save: Any, dtype: torch.dtype, pack: Any, unpack: Any
 ) -> None:
-    x, weight, bias = leaves(dtype)
+    x, *stacked = leaves(dtype)
+    weight, bias = (t.detach().unflatten(0, (2, 4)).requires_grad_() for t in stacked)
     down = torch.randn(3, 4, device=DEVICE, dtype=dtype, requires_grad=True)
     inputs = (x, weight, down) if mlp else (x, weight, bias)
 
     def call() -> Tensor:
-        return (
-            gated_mlp(x, weight, None, down, activation="gelu", save=save) if mlp else geglu_linear(*inputs, save=save)
-        )
+        if mlp:
+            return gated_mlp(x, weight, None, down, activation="gelu", save=save)
+        return geglu_linear(*inputs, save=save)
 
     expected = torch.autograd.grad(call().square().sum(), inputs)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         y = call()
     for found, gradient in zip(torch.autograd.grad(y.square().sum(), inputs), expected, strict=True):
         torch.testing.assert_close(found, gradient)
+
+
+@pytest.mark.parametrize("wrong", [Tensor.flatten, lambda t: t[..., :2], lambda t: t[:2], lambda t: t.to("meta")])
+@pytest.mark.parametrize("op", ["gated_linear", "gated_mlp", "gate"])
+def test_a_hook_must_bring_back_shape_and_device(op: str, wrong: Any) -> None:
+    """Kernels would read other memory."""
+    x, weight, bias = leaves()
+    calls: dict[str, Any] = {
+        "gated_linear": lambda: geglu_linear(x, weight, bias),
+        "gated_mlp": lambda: gated_mlp(x, weight, None, weight[:3, :4], activation="silu"),
+        "gate": lambda: stacked_gate(weight.t(), "silu", gate_first=True),
+    }
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, wrong):
+        y = calls[op]()
+    contract = f"^{op}: what a saved-tensor hook returns must have the shape and device of "
+    with pytest.raises(ValueError, match=contract):
+        y.sum().backward()
 
 
 def test_a_checkpoint_overwrites_what_it_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import apply_function, jit_traces, recorded_by_operators, records_gradients, unpacked, wants_formula
+from .._common import (
+    apply_function,
+    jit_traces,
+    recorded_by_operators,
+    records_gradients,
+    restored,
+    save_tensors,
+    wants_formula,
+)
 from . import _op, _products, reference
 from ._problem import Halves, Spec, features_out, pair, rows, split_preact
 
@@ -163,13 +171,13 @@ class GatedLinear(torch.autograd.Function):
             y = _op.op_gated_linear_preact_into(x_MD, *weights, text, impl, *[part[:, :hidden] for part in saved])
         else:
             y, *saved = _op.op_gated_linear_preact(x_MD, *weights, text, impl)
-        ctx.save_for_backward(x, *weights, *saved)
+        save_tensors(ctx, (x, *weights, *saved))
         ctx.rest = text, impl, seen_by_hooks()
         return shaped(y, x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight, weight_gate, bias, bias_gate, *saved = unpacked(ctx.saved_tensors, dy.dtype)
+        x, weight, weight_gate, bias, bias_gate, *saved = restored("gated_linear", ctx)
         text, impl, seen = ctx.rest
         spec = Spec.decode(text)
         if wants_formula(dy):

@@ -21,8 +21,9 @@ from .._common import (
     compute_dtype,
     dtype_name,
     fail,
+    restored,
+    save_tensors,
     transforms_active,
-    unpacked,
     wants_formula,
 )
 from .._overlap import check_apart
@@ -154,13 +155,13 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, first: Tensor, second: Tensor | None, text: str, impl: str) -> Tensor:
-        ctx.save_for_backward(first, second)
+        save_tensors(ctx, (first, second))
         ctx.rest = text, impl
         return _autograd.shaped(op_gate(rows(first), _rows(second), text, impl), first)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        first, second = unpacked(ctx.saved_tensors, dy.dtype)
+        first, second = restored("gate", ctx)
         text, impl = ctx.rest
         if wants_formula(dy):
             return *_differentiable(dy, first, second, Spec.decode(text)), None, None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import apply_function, unpacked, wants_formula
+from .._common import apply_function, restored, save_tensors, wants_formula
 from . import _autograd, _host, _op, _products, reference
 from ._problem import Halves, Spec, rows
 
@@ -29,7 +29,7 @@ class GatedMLP(torch.autograd.Function):
             y, preact = _op.op_gated_linear_preact(x_MD, *weights, text, impl)
         else:
             y, preact = _op.op_gated_linear(x_MD, *weights, text, impl), None
-        ctx.save_for_backward(x, *weights, w_down, preact)
+        save_tensors(ctx, (x, *weights, w_down, preact))
         ctx.rest = text, impl, _autograd.seen_by_hooks()
         with reference.exact(x):
             z = _products.linear(y, w_down, b_down)
@@ -37,7 +37,7 @@ class GatedMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
-        x, weight, weight_gate, bias, bias_gate, w_down, preact = unpacked(ctx.saved_tensors, dz.dtype)
+        x, weight, weight_gate, bias, bias_gate, w_down, preact = restored("gated_mlp", ctx)
         text, impl, seen = ctx.rest
         spec = Spec.decode(text)
         wants = ctx.needs_input_grad

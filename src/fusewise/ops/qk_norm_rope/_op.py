@@ -25,9 +25,9 @@ from .._common import (
     recorded_by_operators,
     records_gradients,
     restored,
-    save,
+    save_tensors,
     transforms_active,
-    unpacked,
+    unit_strides,
     wants_formula,
 )
 from .._register import register
@@ -180,7 +180,7 @@ class _QkNormRope(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Any:
         q, k, q_weight, k_weight, *call = inputs
         # In the order of the C++ fast path: it may record the call again where a checkpoint recomputes it.
-        save(ctx, (*call[:5], q, k, q_weight, k_weight))
+        save_tensors(ctx, (*call[:5], q, k, q_weight, k_weight))
         ctx.rest = call[5:]
         ctx.set_materialize_grads(False)
         ys = _op(*lists(q, k, q_weight, k_weight), *call)
@@ -203,7 +203,7 @@ def gradients(
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
     """The gradients that are needed of the four `inputs`: q, k and their weights."""
-    q, k, q_weight, k_weight = unpacked(inputs)
+    q, k, q_weight, k_weight = unit_strides(inputs)
     call = as_kernels_read(call)
     # Under tracing, gradients that are not wanted are passed as well.
     given = {i: readable(dy) for i, dy in enumerate(dys) if dy is not None and (needed[i] or needed[2 + i])}

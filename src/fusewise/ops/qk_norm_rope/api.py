@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._common import traced, transforms_active, unit_stride
+from .._common import traced, transforms_active, unit_strides
 from ..rope import _host
 from ..rope._problem import Layout, Pairing
 from . import _op
@@ -98,8 +98,7 @@ def qk_norm_rope(
     if not traced() and (quick := _host.qk_norm_rope(q, k, *rotation, impl, *own)) is not None:
         return quick
     if transforms_active():  # the dimension that vmap hides may lie within a head or a weight
-        q = unit_stride(q)
-        k, q_weight, k_weight = (None if x is None else unit_stride(x) for x in (k, q_weight, k_weight))
+        q, k, q_weight, k_weight = unit_strides((q, k, q_weight, k_weight))
     call, reach = validated(q, k, q_weight, k_weight, rotation, layout, (eps, weight_offset, norm), impl)
     out = _op.apply(q, k, q_weight, k_weight, call)
     _op.remember((q, k, *rotation, impl, *own), *_op.lists(q, k, q_weight, k_weight), call, reach, out)

@@ -21,9 +21,10 @@ from .._common import (
     recorded_by_operators,
     records_gradients,
     restored,
-    save,
+    save_tensors,
     transforms_active,
     unit_stride,
+    unit_strides,
 )
 from .._overlap import check_apart
 from .._register import copies_wrongly, register, with_tail, without_tail
@@ -224,7 +225,7 @@ def _forward(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
     q, k, *tensors, offset, spec, impl = inputs[:10]
-    save(ctx, tuple(tensors))
+    save_tensors(ctx, tuple(tensors))
     ctx.rest = offset, spec, impl
     ctx.present = q is not None, k is not None
     # Outputs are dense in the stride order of their input, which is the layout that its gradient should have.
@@ -260,7 +261,7 @@ def as_kernels_read(call: tuple[Any, ...]) -> tuple[Any, ...]:
     cos, sin, positions, offsets, cu_seqlens, *rest = call
     if sin is not None and not same_strides(cos, sin):
         cos, sin = cos.contiguous(), sin.contiguous()
-    return cos, sin, positions, *(None if x is None else unit_stride(x) for x in (offsets, cu_seqlens)), *rest
+    return cos, sin, positions, *unit_strides((offsets, cu_seqlens)), *rest
 
 
 def _jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, *of_tables: Any) -> Any:
