@@ -27,6 +27,13 @@ def target(_: click.Context, __: click.Parameter, incomplete: str) -> list[Compl
     return [CompletionItem(text) for text in found] or [CompletionItem(incomplete, type="file")]
 
 
+def tuned(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Targets whose kernels can be tuned."""
+    from fusewise.lab.tune import OPERATIONS
+
+    return _beginning(incomplete, OPERATIONS)
+
+
 def preset(context: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Presets of the target before it."""
     return _of_target(context, incomplete, lambda made: made.presets())

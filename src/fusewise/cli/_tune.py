@@ -6,6 +6,8 @@ import json
 
 import click
 
+from . import _completion
+
 EXIT_CODES = """\b
 Exit codes:
   0    done; a candidate that is wrong or fails is reported and left out
@@ -38,9 +40,12 @@ Examples:
 """
     + EXIT_CODES
 )
-@click.argument("target")
-@click.option("--case", "cases", multiple=True, help="A case by name (`fusewise study geglu --list`); may be repeated.")
-@click.option("--preset", help="All cases of a preset.")
+@click.argument("target", shell_complete=_completion.tuned)
+@click.option(
+    "--case", "cases", multiple=True, shell_complete=_completion.case,
+    help="A case by name (`fusewise study geglu --list`); may be repeated.",
+)  # fmt: skip
+@click.option("--preset", shell_complete=_completion.preset, help="All cases of a preset.")
 @click.option(
     "--shape", "shapes", multiple=True, callback=_shapes, metavar="M,D,F",
     help="Rows, features in, features out; may be repeated.",

@@ -5,7 +5,7 @@
 
 Presets: `rope-cube` (batch = seq = heads = head_dim), `rope-seqlen` (a sweep of the sequence length), `rope-models` (nine
 published models in training, prefill and decode), `rope-serving` (the same models as a serving engine calls RoPE: in
-place on flat tokens), `rope-serving-quick` (four of these), `rope-widths` (head widths from 64 to 256, 384 MiB each at
+place on flat tokens), `rope-serving-quick` (four of these), `rope-widths` (head widths from 64 to 256, about 390 MiB each at
 bf16) and `rope-quick` (minutes on a laptop).
 """
 
@@ -46,7 +46,7 @@ def _seqlen(seqlen: int) -> RopeCase:
 
 
 def _width(head_dim: int) -> RopeCase:
-    # about 96 Mi elements of q and k whatever the width: 384 MiB move at bf16 and fp16, 768 MiB at fp32
+    # about 96 Mi elements of q and k whatever the width: with the table 390 MiB move at bf16 and fp16, 772 at fp32
     seqlen = 96 * 2**20 // (40 * head_dim) // 256 * 256
     return RopeCase(
         name=f"width-{head_dim}",
