@@ -332,7 +332,9 @@ def test_what_is_no_function_is_told():
         ({"rounds": (3, 4, 5)}, r"rounds must be a number or \(MIN, MAX\), got \(3, 4, 5\)"),
         ({"rounds": 2}, r"rounds must be MIN:MAX with 3 <= MIN <= MAX, got 2:2"),
         ({"timeout": "5"}, r"timeout must be a finite number of seconds, at least 0, got '5'"),
+        ({"timeout": None}, r"timeout must be a finite number of seconds, at least 0, got None"),
         ({"seed": 0.5}, r"seed must be an integer, got 0.5"),
+        ({"seed": True}, r"seed must be an integer, got True"),
     ],
 )
 def test_an_option_that_there_is_not_is_told(options, words):

@@ -115,16 +115,16 @@ def options(request: Request, out: Path) -> Options:
 def _check_numbers(request: Request) -> None:
     """ValueError for numbers that clocks, records or random generators reject, NaN and infinity among them."""
     for name, value, unit in (
-        ("time_limit", request.time_limit, "seconds"),
+        ("time_limit", request.time_limit or 0, "seconds"),
         ("timeout", request.timeout, "seconds"),
-        ("memory_limit", request.memory_limit, "GiB"),
+        ("memory_limit", request.memory_limit or 0, "GiB"),
     ):
         # in bytes, too, a float has room for it
-        if value is not None and not (isinstance(value, int | float) and 0 <= value * 2**30 < math.inf):
+        if not (isinstance(value, int | float) and 0 <= value * 2**30 < math.inf):
             raise ValueError(
                 f"study: {name} must be a finite number of {unit}, at least 0, got {value!r}; leave it out for the default"
             )
-    if not isinstance(request.seed, int):
+    if not isinstance(request.seed, int) or isinstance(request.seed, bool):  # torch refuses a bool, too
         raise ValueError(f"study: seed must be an integer, got {request.seed!r}; leave it out for 0")
     if not -(2**63) <= request.seed < 2**64:
         raise ValueError(f"study: seed must fit into 64 bits, got {request.seed}; choose a smaller one")
