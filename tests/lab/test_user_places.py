@@ -50,7 +50,8 @@ def verified(target, **limits):
 def test_a_file_that_does_not_end_is_told(tmp_path):
     (tmp_path / "endless.py").write_text("import time\ntime.sleep(600)\n")
     with pytest.raises(
-        ValueError, match=r"got no answer: the worker process timed out after 5 s; .* under `if __name__"
+        ValueError,
+        match=r"got no answer: the worker process timed out after 5 s; .* under `if __name__.* a longer timeout$",
     ):
         verified(User(f"{tmp_path / 'endless.py'}:f", ["fp32[4]"]), timeout=5.0)
 

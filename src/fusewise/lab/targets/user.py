@@ -115,7 +115,7 @@ class User(Target):
                 if "the limit is" in str(error):
                     fix = "give it smaller inputs or a larger --memory-limit"
                 if error.hung:
-                    fix = "put what its file runs under `if __name__ == '__main__':`, or give it smaller inputs or more --timeout"
+                    fix = "put what its file runs under `if __name__ == '__main__':`, or give it smaller inputs or a longer timeout"
                 raise ValueError(
                     f"study: {self.name} must be importable and run on its inputs, got no answer: {error}; {fix}"
                 ) from None
