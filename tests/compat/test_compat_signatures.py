@@ -96,6 +96,7 @@ SIGNATURES = {
             (f"RotaryEmbedding.forward{end}" for end in ("", "_native", "_cuda")), "self, positions, query, key=None"
         ),
         "RotaryEmbedding.get_cos_sin": "self, seqlen",
+        "RotaryEmbedding.enabled": "",
         "ApplyRotaryEmb": "enforce_enable=False, is_neox_style=True, enable_fp32_compute=False",
         **dict.fromkeys((f"ApplyRotaryEmb.forward{end}" for end in ("", "_native", "_cuda")), "self, x, cos, sin"),
         "ApplyRotaryEmb.forward_static": "x, cos, sin, is_neox_style=True, enable_fp32_compute=False",

@@ -165,6 +165,7 @@ def test_layers_rotate_in_place_by_their_table(name: str, is_neox: bool, dtype: 
     assert torch.equal(q, before)
     found = layer(positions, q, k)
     assert found[0] is q and found[1] is k
+    assert layer.enabled() and not layer.use_flashinfer  # what model files ask
     for x, y, exact in zip(found, native, expected, strict=True):
         assert_rotated(x, exact)
         assert_rotated(y, exact)

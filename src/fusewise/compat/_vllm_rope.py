@@ -73,6 +73,7 @@ class RotaryEmbedding(nn.Module):
     """
 
     cos_sin_cache: Tensor
+    use_flashinfer = False  # vLLM's DeepSeek and Step model files ask for it and for `enabled`
 
     def __init__(
         self,
@@ -95,6 +96,11 @@ class RotaryEmbedding(nn.Module):
         if flag(op, "init_cache", init_cache):
             cache = self._compute_cos_sin_cache().to(torch.get_default_device(), dtype)
             self.register_buffer("cos_sin_cache", cache, persistent=False)
+
+    @staticmethod
+    def enabled() -> bool:
+        """True: `forward` is a kernel, not `forward_native`."""
+        return True
 
     def _compute_inv_freq(self, base: float) -> Tensor:
         return tables.default(rotary_dim=self.rotary_dim, base=base)[0]
