@@ -43,6 +43,7 @@ def test_float32_is_taken_where_the_library_takes_longer(monkeypatch: pytest.Mon
     assert _cuda.refuses(8192, (wide, wide, wide), "silu", by_choice=True, alone=True) is None
     monkeypatch.setattr(_cuda.float32, "tf32_allowed", lambda: True)
     assert "tf32 is allowed" in str(told(8192)) and refused(x, weight, by_choice=False) is None
+    assert _cuda.refuses(8192, (x, far, x), "silu", by_choice=False) is None  # TMA reaches those
 
 
 @pytest.mark.parametrize(

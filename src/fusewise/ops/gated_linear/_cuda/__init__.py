@@ -1,5 +1,6 @@
-"""`impl="cuda"` of the gated linear unit, for Hopper: the kernels in `gated_linear.cu` and, for float32, in `float32.cu`
-or, where matmuls may round to tf32, `tf32.cu`, compiled on first use with the user's nvcc for the dtype and the activation of a call, and their launcher.
+"""`impl="cuda"` of the gated linear unit, for Hopper: the kernels in `gated_linear.cu` and, for float32, in `float32.cu` or, where
+matmuls may round to tf32, `tf32.cu`, compiled on first use with the user's nvcc for the dtype and the activation of a call, and
+their launcher.
 
 The interface is complete; calls of a function for which `lacks` is true are left to the implementation named by `otherwise`.
 
@@ -25,17 +26,19 @@ from . import float32, tiles
 from .tiles import DOWN, FEW, GATE, GRADIENT, PREACT, TF32_PREACT, TF32_Y, Y
 
 FOLDER = Path(__file__).parent
-_NAMES = (
-    "gated_linear.cu", "sideways.cu", "few_rows.cu", "epilogues.cuh", "few_rows.cuh", "gate.cuh", "gate_gradient.cuh",
-    "hopper.cuh", "instructions.cuh", "launch.cuh", "matrices.cuh", "plan.h", "products.cuh", "sums.cuh", "tiles.cuh",
-    "wgmma.cuh",
+_PRODUCTS = (
+    *(FOLDER / name for name in (
+        "epilogues.cuh", "gate.cuh", "hopper.cuh", "instructions.cuh", "launch.cuh", "matrices.cuh", "plan.h",
+        "products.cuh", "sums.cuh", "tiles.cuh", "wgmma.cuh",
+    )),
+    cuda.MBARRIER,
 )  # fmt: skip
-SOURCES = (*(FOLDER / name for name in _NAMES), cuda.MBARRIER)
+_HALF = "gated_linear.cu", "sideways.cu", "few_rows.cu", "few_rows.cuh", "gate_gradient.cuh"
+SOURCES = (*(FOLDER / name for name in _HALF), *_PRODUCTS)
+TF32_SOURCES = (FOLDER / "tf32.cu", *_PRODUCTS)
 FLOAT32_SOURCES = tuple(
     FOLDER / name for name in ("float32.cu", "copies.cuh", "gate.cuh", "instructions.cuh", "plan.h")
 )
-_OTHERS = ("gated_linear.cu", "sideways.cu", "few_rows.cu", "few_rows.cuh", "gate_gradient.cuh")
-TF32_SOURCES = (FOLDER / "tf32.cu", *(FOLDER / name for name in _NAMES if name not in _OTHERS), cuda.MBARRIER)
 CAPABILITY = cuda.HOPPER
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = (*HALF, torch.float32)

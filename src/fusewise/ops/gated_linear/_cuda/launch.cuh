@@ -1,4 +1,4 @@
-// Launches a kernel of products.cuh: encodes its TMA descriptors and counts its tiles.
+// The host's side of products.cuh: TMA descriptors, tiles and the launch.
 
 #pragma once
 
@@ -26,6 +26,7 @@ cudaError_t next_wave_counter(unsigned*& counter, cudaStream_t on) {
   return cudaMemsetAsync(counter, 0, sizeof(*counter), on);
 }
 
+// Launches a kernel of a plan on a stream, and adds up the partial sums that it makes.
 cudaError_t launch_product(const Product& found, const Plan& of, const Call& c, int processors, cudaStream_t on) {
   Params p{};
   p.value_bias = c.value_bias, p.gate_bias = c.gate_bias, p.sums = c.sums;

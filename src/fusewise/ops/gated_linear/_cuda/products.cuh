@@ -28,8 +28,8 @@
 #include "wgmma.cuh"
 
 // An instantiated kernel: its shared memory, the distances between the tiles of neighbouring clusters, rows of x in a tile and how many
-// blocks share them, the sizes of its TMA boxes (rows of a weight; rows and columns of what the epilogue reads and writes), the depth of a k-step, and
-// whether it is of float32 matrices.
+// blocks share them, the sizes of its TMA boxes (rows of a weight; rows and columns of what the epilogue reads and writes), the depth of
+// a k-step, and whether it is of float32 matrices.
 struct Product {
   void (*kernel)(Params);
   size_t shared;
