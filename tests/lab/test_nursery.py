@@ -247,8 +247,17 @@ def test_an_end_is_seen_without_a_signal(tmp_path):
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def test_what_torchs_profiler_prints_is_nobodys_last_word(tmp_path):
+LEFT = """nanobind: leaked 1 types!
+ - leaked type "triton._C.libtriton.ir.location"
+ - ... skipped remainder
+nanobind: this is likely caused by a reference counting issue in the binding code.
+See https://nanobind.readthedocs.io/en/latest/refleaks.html"""
+
+
+@pytest.mark.parametrize("said", ["it broke", ""])
+@pytest.mark.parametrize("beside", ["USDT:2026-11-27 1:1 Handler.cpp:59] profiler_stop\n", LEFT, LEFT * 30, ""])
+def test_what_libraries_print_of_themselves_is_nobodys_last_word(tmp_path, said, beside):
     worker = object.__new__(WorkerProcess)
     worker.log, worker.log_start = tmp_path / "log", 4
-    worker.log.write_text("old\nit broke\nUSDT:2026-11-27 1:1 Handler.cpp:59] profiler_stop\n")
-    assert worker._last_words() == "it broke"
+    worker.log.write_text(f"old\n{said}\n\n{beside}")
+    assert worker._last_words() == said

@@ -24,6 +24,11 @@ from .nursery import Forked, Nursery
 LOOK_EVERY = 0.1
 #: Replies are a few kilobytes; a line of this length is not a reply.
 LONGEST_LINE = 16 * 2**20
+#: Beginnings of lines about a library itself: torch's profiler reports start and stop, and the bindings of Triton and
+#: JAX what is left at exit, after the traceback of what ended the process.
+BESIDE = ("USDT:", "nanobind: ", " - leaked ", " - ... skipped remainder", "See https://nanobind.")
+#: The end of the log in which the last words are looked for, in bytes; such a report has about 2,000.
+END = 2**14
 
 
 class WorkerFailed(Exception):
@@ -159,12 +164,12 @@ class WorkerProcess:
         return WorkerFailed(f"the worker process {what}" + (f"; last line of its log: {last}" if last else ""))
 
     def _last_words(self) -> str:
-        """The last line this worker wrote to its log."""
+        """The last line this worker wrote to its log, empty ones and those about a library itself left out."""
         try:
             with self.log.open("rb") as log:
                 log.seek(self.log_start)
-                lines = log.read()[-4096:].decode("utf-8", errors="replace").strip().splitlines()
+                lines = log.read()[-END:].decode("utf-8", errors="replace").rstrip().splitlines()
         except OSError:
             return ""
-        lines = [line for line in lines if not line.startswith("USDT:")]  # torch's profiler reports start and stop
+        lines = [line for line in lines if line.strip() and not line.startswith(BESIDE)]
         return lines[-1].strip()[:300] if lines else ""
