@@ -128,7 +128,7 @@ def relative(side: Side) -> Side:
         floor = (*key[:4], f"floor-{row.limit}")
         if row.device_us is None:
             rows[key] = row
-        elif row.share_of_limit and floor in side.rows:
+        elif row.share_of_limit and floor in side.rows and side.rows[floor].device_us is not None:
             factor = 1 / (row.share_of_limit * row.device_us)
             iqr = None if row.device_us_iqr is None else row.device_us_iqr * factor
             rows[key] = replace(row, device_us=row.device_us * factor, device_us_iqr=iqr, clocks=None)
