@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .schema import check, fault, loads
+from .schema import check, fault, loads, short
 
 #: 2 added `code`, `ledgers`, `limits` and `resumed`, 3 `profiles` and `spent`, 4 `kernel_us`, 5 `graph_us` and
 #: `first_call_again_s`; see MIGRATIONS.
@@ -154,7 +154,9 @@ class Record:
         """Raises ValueError if `data` has an unknown version, violates the schema, or has two rows of one id; `what` names
         it in the message."""
         if data.get("kind") != KIND:
-            raise ValueError(f"record: kind must be {KIND!r}, got {data.get('kind')!r}; pass a record.json of a study")
+            raise ValueError(
+                f"record: kind must be {KIND!r}, got {short(data.get('kind'))}; pass a record.json of a study"
+            )
         data = migrate(data)
         check(data, what=what)
         plain = {key: value for key, value in data.items() if key not in ("kind", "schema")}
@@ -202,7 +204,7 @@ def migrate(data: Mapping[str, Any]) -> Json:
     while version != SCHEMA_VERSION or isinstance(version, bool):
         if isinstance(version, bool) or not isinstance(version, int) or version not in MIGRATIONS:
             raise ValueError(
-                f"record: schema must be 1 to {SCHEMA_VERSION}, got {version!r}; use the fusewise that wrote it"
+                f"record: schema must be 1 to {SCHEMA_VERSION}, got {short(version)}; use the fusewise that wrote it"
             )
         found, version = MIGRATIONS[version](found), version + 1
     return {**found, "schema": SCHEMA_VERSION}

@@ -89,14 +89,15 @@ def _at(place: str, found: str) -> str:
     return f"{place}{'' if found.startswith(('[', '.')) else ': '}{found}" if found else ""
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """An untrusted value in a message, whatever its size."""
     text = repr(value) if not isinstance(value, (dict, list)) else f"{type(value).__name__} of {len(value)}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _key(key: str) -> str:
     """An untrusted key, made safe for a terminal."""
-    return key if re.fullmatch(r"[\w-]{1,60}", key) else _short(key)
+    return key if re.fullmatch(r"[\w-]{1,60}", key) else short(key)
 
 
 def _is(value: Any, kind: str) -> bool:
@@ -112,12 +113,12 @@ def _type(value: Any, rule: str | list[str], _: Json) -> str:
     if any(_is(value, kind) for kind in kinds):
         return ""
     words = ("a finite number" if kind == "number" else kind for kind in kinds)
-    return f"must be {' or '.join(words)}, got {_short(value)}"
+    return f"must be {' or '.join(words)}, got {short(value)}"
 
 
 def _enum(value: Any, rule: list[Any], _: Json) -> str:
     fits = any(type(value) is type(one) and value == one for one in rule)
-    return "" if fits else f"must be one of {', '.join(map(str, rule))}, got {_short(value)}"
+    return "" if fits else f"must be one of {', '.join(map(str, rule))}, got {short(value)}"
 
 
 def _properties(value: Any, rule: Json, rules: Json) -> str:
@@ -129,7 +130,7 @@ def _properties(value: Any, rule: Json, rules: Json) -> str:
 def _additional(value: Any, rule: Any, rules: Json) -> str:
     others = {k: v for k, v in value.items() if k not in rules.get("properties", {})} if isinstance(value, dict) else {}
     if rule is False:
-        return f"must not have {_short(next(iter(others)))}" if others else ""
+        return f"must not have {short(next(iter(others)))}" if others else ""
     return next((_at(f".{_key(k)}", f) for k, v in others.items() if (f := _fault(v, rule))), "")
 
 
@@ -140,7 +141,7 @@ def _names(value: Any, rule: Json, _: Json) -> str:
 
 def _pattern(value: Any, rule: str, _: Json) -> str:
     fits = not isinstance(value, str) or re.search(rule, value)
-    return "" if fits else f"must match {rule}, got {_short(value)}"
+    return "" if fits else f"must match {rule}, got {short(value)}"
 
 
 def _required(value: Any, rule: list[str], _: Json) -> str:
@@ -167,7 +168,7 @@ def _range(value: Any, rule: float, rules: Json) -> str:
     low, high = rules.get("minimum", -math.inf), rules.get("maximum", math.inf)
     above = rules.get("exclusiveMinimum", -math.inf)
     least = f"at least {low}" if low > above else f"above {above}"
-    return "" if low <= value <= high and value > above else f"must be {least} and at most {high}, got {_short(value)}"
+    return "" if low <= value <= high and value > above else f"must be {least} and at most {high}, got {short(value)}"
 
 
 def _reference(value: Any, rule: str, _: Json) -> str:
