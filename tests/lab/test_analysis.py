@@ -146,6 +146,9 @@ def test_the_binding_limit_is_the_slower_floor():
     assert analysis.limits({"floor-copy": 10.0, "floor-launch": 2.0, "eager": 1.0}) == ("copy", 10.0)
     assert analysis.limits({"floor-copy": 1.0, "floor-launch": 2.0}) == ("launch", 2.0)
     assert analysis.limits({"eager": 1.0}) is None
+    assert analysis.limits({"eager": 1.0}, moves=False) is None
+    assert analysis.limits({"floor-launch": 2.0}) is None
+    assert analysis.limits({"floor-launch": 2.0}, moves=False) == ("launch", 2.0)
     assert analysis.limits({"floor-copy": 10.0, "floor-triton-launch": 12.0}) == ("copy", 10.0)
 
 
@@ -158,6 +161,22 @@ def test_what_binds_products_is_not_told_without_their_time():
     times = [measurement("floor-copy", [[10.0]] * 4), measurement("eager", [[500.0]] * 4)]
     rows, _ = analysis.group_rows([row("floor-copy", error=None, **product), row("eager", **product)], times)
     assert [r.limit for r in rows] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("eager", "others", "lacking"),
+    [
+        ({"flops_min": 9_000}, [], True),
+        ({"flops_min": 9_000}, [row("floor-copy"), row("floor-matmul", "failed")], True),
+        ({"flops_min": 9_000}, [row("floor-matmul")], False),
+        ({"flops_min": 9_000, "status": "wrong"}, [], False),
+        ({"flops_min": 8_000}, [], False),
+        ({"flops_min": None}, [], False),
+        ({"flops_min": 9_000, "bytes_min": 0}, [], False),
+    ],
+)
+def test_the_rate_of_matmuls_is_lacking_where_they_may_bind(eager, others, lacking):
+    assert analysis.lacks_rate([row("eager", **{"bytes_min": 1_000, **eager}), *others]) is lacking
 
 
 def test_a_dtype_that_a_processor_only_emulates_limits_nothing():
@@ -227,6 +246,7 @@ def test_the_aa_pair_is_no_row_and_no_rival():
         ({"device_us": 1.0, "host_us": 30.0, "first_call_s": 2.0}, {"device_us": 9.0, "host_us": 50.0, "first_call_s": 1.0}, 50_001),
         ({"device_us": 1.0, "first_call_s": 2.0}, {"first_call_s": 1.0}, None),
         ({"device_us": 1.0, "first_call_s": None}, {"device_us": 2.0, "first_call_s": 1.0}, None),
+        ({"device_us": 1.0, "first_call_s": 1.0}, {"device_us": 2.0, "first_call_s": None}, None),
     ],
 )  # fmt: skip
 def test_when_a_compilation_has_paid_off(provider, eager, calls):

@@ -139,11 +139,14 @@ def test_operators_know_the_line_that_called_them() -> None:
 @given(
     st.lists(st.integers(0, 5), min_size=0, max_size=4),
     st.lists(st.booleans(), min_size=4, max_size=4),
+    st.integers(1, 3),
     st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]),
 )
-def test_extent_counts_distinct_elements(sizes: list[int], broadcast: list[bool], dtype: torch.dtype) -> None:
+def test_extent_counts_distinct_elements(
+    sizes: list[int], broadcast: list[bool], step: int, dtype: torch.dtype
+) -> None:
     own = [1 if wide else size for size, wide in zip(sizes, broadcast, strict=False)]
-    x: Tensor = torch.zeros(own, dtype=dtype).expand(sizes)
+    x: Tensor = torch.zeros([*own, step], dtype=dtype)[..., 0].expand(sizes)  # with gaps between the elements
     distinct = 0 if x.numel() == 0 else len(set(torch.arange(max(1, torch.zeros(own).numel())).reshape(own).expand(sizes).flatten().tolist()))  # fmt: skip
     assert extent(x) == distinct * x.element_size()
 

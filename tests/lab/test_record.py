@@ -1,5 +1,6 @@
 import copy
 import json
+import math
 import os
 import subprocess
 import sys
@@ -125,7 +126,8 @@ def test_a_record_has_one_row_of_each_id():
         "{",
         "NaN",
         "[" * 100_000,
-        '{"kind": "fusewise.record", "seconds": Infinity}',
+        json.dumps({**study_record([]).to_json(), "seconds": math.nan}),
+        json.dumps({**study_record([]).to_json(), "seconds": -math.inf}),
         '{"kind": "fusewise.record", "schema": 2}',
         '{"kind": 3}',
     ],
@@ -172,7 +174,7 @@ def test_a_changed_record_is_refused_or_can_be_shown(data):
         where = inside[key]
     inside[key] = data.draw(st.sampled_from(HOSTILE_VALUES))
     if not jsonschema.Draft202012Validator(schema.schema()).is_valid(changed):
-        with pytest.raises(ValueError, match=r"^record: "):
+        with pytest.raises(ValueError, match=r"^record: .{,500}$"):  # whatever the size of what is wrong
             record.Record.from_json(changed)
         return
     found = record.Record.from_json(changed)
