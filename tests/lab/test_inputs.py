@@ -79,6 +79,8 @@ def test_what_is_written_is_what_is_meant(text, name, spec):
             "x=tanh",
             "must be a tensor, a number, true, false, none or a quoted text, got 'tanh'; for a text try 'x=\"tanh\"'",
         ),
+        ('x="', "must be a tensor, a number"),
+        ("x=\"tanh'", "must be a tensor, a number"),
         ("tanh", "got 'tanh'; for a text try '\"tanh\"'"),
         ("x=fp32", r"got 'fp32'; try \"x=fp32\[1024,1024\]\""),
     ],
@@ -91,15 +93,34 @@ def test_what_cannot_be_read_is_told_with_a_fix(text, words):
 SIZES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
-@given(st.sampled_from(list(inputs.DTYPES)), SIZES, st.booleans(), st.sampled_from(["", "x", "long_name"]))
-def test_written_and_read_back(dtype, sizes, fixed, name):
-    spec = TensorSpec(dtype, sizes, fixed=fixed)
+@given(
+    st.sampled_from(list(inputs.DTYPES)),
+    SIZES,
+    st.booleans(),
+    st.sampled_from([("", ()), ("full", (1.0,)), ("randint", (0.0, 2.0))]),
+    st.booleans(),
+    st.sampled_from(["", "x", "long_name"]),
+)
+def test_written_and_read_back(dtype, sizes, strided, filled, fixed, name):
+    spec = TensorSpec(dtype, sizes, sizes[::-1] if strided else (), *filled, fixed=fixed)
     assert parse(written(name, spec)) == (name, spec)
 
 
-@given(st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.booleans(), st.none()))
+@given(
+    st.one_of(
+        st.integers(),
+        st.floats(allow_nan=False, allow_infinity=False),
+        st.booleans(),
+        st.none(),
+        st.sampled_from(["", "a b"]),
+    )
+)
 def test_scalars_are_read_back(value):
     assert parse(written("n", value)) == ("n", value)
+
+
+def test_a_distribution_without_numbers_is_the_default_one():
+    assert parse("x=fp32[4] randn")[1] == TensorSpec("fp32", (4,), fill="randn")
 
 
 def test_a_tensor_is_the_same_wherever_it_is_made():
