@@ -42,7 +42,16 @@ def test_float32_is_taken_where_the_library_takes_longer(monkeypatch: pytest.Mon
     assert _cuda._config("y", wide.bfloat16(), 8192).tiles == "gluon"  # none of whose tiles takes float32
     assert _cuda.refuses(8192, (wide, wide, wide), "silu", by_choice=True, alone=True) is None
     monkeypatch.setattr(_cuda.float32, "tf32_allowed", lambda: True)
-    assert "tf32 is allowed" in str(told(8192)) and refused(x, weight, by_choice=False) is None
+    assert told(1024, 1024, 4096) is None and refused(x, weight, by_choice=False) is None
+    assert "reading the weight dominates" in str(told(64, 4096, 132 * 96))
+    assert "library takes less time" in str(told(257, 4096, 4096))
+    assert told(257, 2047, 8192) is None and told(257, 2048, 8191) is None  # the library takes longer with those
+    assert "from 257 rows on" in str(told(256, 2047, 8192)) and "from 257 rows on" in str(told(256, 2048, 8191))
+    beside = torch.empty(1536, 320), torch.empty(1280, 320)
+    for alone in (True, False):  # storing pre-activations, too, takes longer than the library's whole epilogue
+        reason = _cuda.refuses(1280, (beside[0], beside[1], beside[1]), "silu", by_choice=True, alone=alone)
+        assert (reason is None) == alone
+    assert "left to triton" in str(_cuda.refuses(8192, (x,), "silu", by_choice=True))
     assert _cuda.refuses(8192, (x, far, x), "silu", by_choice=False) is None  # TMA reaches those
 
 
@@ -62,7 +71,27 @@ def test_float32_is_taken_where_the_library_takes_longer(monkeypatch: pytest.Mon
     ],
 )
 def test_float32_pays_by_waves(rows: int, features: int, hidden: int, expected: bool) -> None:
-    assert _cuda.float32.pays(rows, hidden, features, 132) is expected
+    for alone in (True, False):
+        assert _cuda.float32.pays(_cuda.float32.FLOAT32, rows, hidden, features, 132, alone=alone) is expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "features", "hidden", "y", "preact"),
+    [  # as measured; waves are of pairs of SMs, with 256 rows and 96 features each
+        (16384, 1024, 4096, True, True),
+        (768, 4096, 4096, True, True),
+        (1536, 8192, 2048, True, True),
+        (2048, 320, 1280, True, True),
+        (128, 2048, 8192, False, False),  # half of the rows of each tile are empty
+        (257, 4096, 4096, False, False),  # as are those of the second one
+        (1024, 8192, 2048, False, False),  # 88 tiles, two waves
+        (1536, 320, 1280, True, False),
+        (65, 320, 1280, False, False),
+    ],
+)
+def test_tf32_pays_by_waves(rows: int, features: int, hidden: int, y: bool, preact: bool) -> None:
+    for alone, expected in ((True, y), (False, preact)):
+        assert _cuda.float32.pays(_cuda.float32.TF32, rows, hidden, features, 132, alone=alone) is expected
 
 
 def test_the_host_fast_path_leaves_float32_to_python() -> None:

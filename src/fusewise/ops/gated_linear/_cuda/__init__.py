@@ -109,7 +109,7 @@ def refuses(
     if max(hidden, *x.shape) > MOST:
         return f"rows and features must be at most {MOST}"
     if x.dtype == torch.float32:
-        if (reason := float32.refuses(hidden, matrices, by_choice=by_choice)) is not None:
+        if (reason := float32.refuses(hidden, matrices, by_choice=by_choice, alone=alone)) is not None:
             return reason
     elif by_choice and rows < TILES_FROM:
         if not alone:
