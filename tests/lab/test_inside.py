@@ -1,11 +1,19 @@
-from builders import study_record
+import contextlib
 
-from fusewise.lab import inside
+from builders import row, study_record
+
+from fusewise.lab import inside, plugin
+from fusewise.lab.code.capture import Answer
+from fusewise.lab.options import Options
 from fusewise.lab.problem import Task
 
 
 def task(case, dtype="fp32", pass_="fwd"):
     return Task("rope", case, dtype, pass_, "cpu", 0)
+
+
+def asked(out, providers=()):
+    return Options(op="rope", tasks=[task("cube-8")], providers=providers, device="cpu", out=out, profiled=("cube-8",))
 
 
 def test_ledgers_are_made_for_one_of_each_dtype_and_pass_first():
@@ -24,9 +32,20 @@ def test_a_long_listing_is_cut_and_says_by_how_much():
 
 
 def test_nothing_right_means_nothing_to_look_into(tmp_path):
-    class Options:
-        providers, tasks, out, device = (), [task("cube-4")], tmp_path, "cpu"
-
     made = study_record([])
-    inside.look(Options, made, lambda _: None)
+    inside.look(asked(tmp_path), made, lambda _: None)
     assert (made.code, made.ledgers, list(tmp_path.iterdir())) == ([], [], [])
+
+
+def test_a_finished_run_that_is_resumed_has_everything_once(tmp_path, monkeypatch):
+    def ask(entry, requests, log, **_):
+        found = {"calls": 10, "rows": [], "stages": [], "ledger": {"provider": entry.name}}
+        return [Answer(entry.name, "ok", "", found) for _ in requests]
+
+    monkeypatch.setattr(inside.capture, "ask", ask)
+    monkeypatch.setattr(inside, "Nursery", lambda *_, **__: contextlib.ExitStack())
+    (tmp_path / "code").mkdir()
+    made = study_record([row("eager")])
+    for _ in range(2):
+        inside.look(asked(tmp_path, plugin.select(["eager"], "rope", "cpu")), made, lambda _: None)
+    assert (len(made.profiles), len(made.ledgers)) == (1, 1)

@@ -73,6 +73,7 @@ def look(options: Options, found: Record, progress: Callable[[str], None]) -> tu
 
     with closing(Nursery(folder / "logs" / "nursery.log", modules=MODULES)) as nursery:
         if seen:  # sequential and undisturbed, in fresh processes that have not faked any hardware for capturing code
+            found.profiles = []  # of a run that is resumed
             for entry in entries:
                 profiles = answered(entry, [profile(entry, task) for task in seen])
                 found.profiles += [
