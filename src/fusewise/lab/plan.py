@@ -3,8 +3,8 @@ coordinator."""
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,12 +115,12 @@ def options(request: Request, out: Path) -> Options:
 def _check_numbers(request: Request) -> None:
     """ValueError for numbers that clocks, records or random generators reject, NaN and infinity among them."""
     for name, value, unit in (
-        ("time_limit", request.time_limit or 0, "seconds"),
+        ("time_limit", 0 if request.time_limit is None else request.time_limit, "seconds"),
         ("timeout", request.timeout, "seconds"),
-        ("memory_limit", request.memory_limit or 0, "GiB"),
+        ("memory_limit", 0 if request.memory_limit is None else request.memory_limit, "GiB"),
     ):
-        # in bytes, too, a float has room for it
-        if not (isinstance(value, int | float) and 0 <= value * 2**30 < math.inf):
+        # in bytes, too, a float has room for it, also of an integer
+        if not (isinstance(value, int | float) and 0 <= value * 2**30 <= sys.float_info.max):
             raise ValueError(
                 f"study: {name} must be a finite number of {unit}, at least 0, got {value!r}; leave it out for the default"
             )
