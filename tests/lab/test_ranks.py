@@ -5,6 +5,7 @@ import json
 import random
 import socket
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,21 +49,25 @@ def whole(tmp_path):
     return full_record(3), options(tmp_path, ["cube-1", "cube-2", "cube-4"])
 
 
-def test_parts_are_disjoint_together_all_and_of_one_run(whole):
+def test_parts_are_disjoint_together_all_and_of_one_run(whole, monkeypatch, tmp_path):
     _, asked = whole
     store = Store()
+    monkeypatch.chdir(tmp_path)
+    asked = dataclasses.replace(asked, out=Path("run"))
     parts = [ranks.Rank(number, 4, store).share(asked) for number in range(4)]
     assert sorted(t.key for p in parts for t in p.tasks) == sorted(t.key for t in asked.tasks)
     assert [len(p.tasks) for p in parts] == [2, 2, 1, 1]
-    assert len({p.run for p in parts}) == 1
-    assert {p.out for p in parts} == {asked.out.absolute() / f"rank-{n}" for n in range(4)}
+    assert len({p.run for p in parts}) == 1 and parts[0].run
+    assert [p.out for p in parts] == [tmp_path / "run" / f"rank-{n}" for n in range(4)]
 
 
 def test_ranks_that_share_a_gpu_are_refused(whole):
     _, asked = whole
     for devices, shared in ((("cuda:0", "cuda:1"), False), (("cuda:1", "cuda:1"), True)):
-        store = Store({f"gpu/{n}": f"{device} of {socket.gethostname()}".encode() for n, device in enumerate(devices)})
+        said = {f"gpu/{n}": f"{device} of {socket.gethostname()}".encode() for n, device in enumerate(devices)}
         for number, device in enumerate(devices):
+            others = {key: text for key, text in said.items() if key != f"gpu/{number}"}
+            store = Store({"out": b"run", "run": b"r1", **others})
             rank, wanted = ranks.Rank(number, 2, store), dataclasses.replace(asked, device=device)
             if shared:
                 with pytest.raises(ValueError, match="every rank must have a GPU of its own, got 2 on cuda:1"):
@@ -92,13 +97,18 @@ def test_one_record_is_gathered_in_the_order_of_the_tasks(whole):
     store = Store()
     members = [ranks.Rank(number, 2, store) for number in (0, 1)]
     parts = [of_tasks(made, rank.share(asked).tasks) for rank in members]
-    for rank, part in zip(members, parts, strict=True):
+    begun = [f"2026-01-01T00:00:0{n}+00:00" for n in range(4)]
+    for n, (rank, part) in enumerate(zip(members, parts, strict=True)):
+        part.created, part.seconds, part.spent = begun[1 - n], 2.0 + n, {"rest": 2.0 + n}
+        part.resumed = [begun[3 - n], begun[3]]
         rank.give(part)
     assert members[1].gather(asked) is None
     found = members[0].gather(asked)
     assert (found.rows, found.measurements, found.comparisons) == (made.rows, made.measurements, made.comparisons)
     assert found.ledgers == made.ledgers
     assert found.finished
+    assert (found.created, found.seconds, found.spent) == (begun[0], 3.0, {"rest": 3.0})
+    assert found.resumed == begun[2:]
     assert len(found.environment["ranks"]) == 2
     assert json.loads(zlib.decompress(store["record/1/0"]))["kind"] == "fusewise.record"
 

@@ -86,10 +86,13 @@ def test_dynamo_explains_itself():
     ("text", "told"),
     [
         ("one line", "one line"),
-        ("\n\nafter empty ones\n", "after empty ones"),
+        ("\n  \nafter empty ones\n", "after empty ones"),
         ("the first says it\nand the second is of no use", "the first says it"),
         ("at 2:8:\ndef k(x):\n    y = arange(0, 3)\n        ^\nrange must be a power of 2", "at 2:8: … range must be a power of 2"),
         ("Error(s) in loading:\n\tMissing key(s): a. \n", "Error(s) in loading: … Missing key(s): a."),
+        ("it failed:\nno such kernel\nTraceback of it:\n  File \"a.py\"\nSet TORCH_LOGS=1\nFor more, see\n ~~~ <--- HERE", "it failed: … no such kernel"),
+        ("KeyError: 'x'", "KeyError: 'x'"),
+        ("only a colon:", "only a colon:"),
         ("", "no message"),
     ],
 )  # fmt: skip
@@ -100,6 +103,7 @@ def test_the_line_that_says_why(text, told):
 def test_what_it_was_raised_from_is_told_once():
     assert message(chained("cannot export", KeyError("no rule"))) == "cannot export … KeyError: 'no rule'"
     assert message(chained("cannot export: no rule", ValueError("no rule"))) == "cannot export: no rule"
+    assert message(chained("first", OSError("second:\nthird"))) == "first … OSError: second: … third"
     deep = chained("first", chained("second", chained("third", OSError("the disk"))))
     assert message(deep) == "first … OSError: the disk"
     own = RuntimeError("its own cause")
@@ -108,7 +112,8 @@ def test_what_it_was_raised_from_is_told_once():
 
 
 def test_an_exception_without_a_message_tells_the_line():
-    assert reason(raised(bare)) == "AssertionError: no message, raised by `raise AssertionError`"
+    assert reason(raised(lambda: bare())) == "AssertionError: no message, raised by `raise AssertionError`"
+    assert reason(raised(lambda: exec("raise KeyError"))) == "KeyError: no message"
 
 
 def test_it_is_bounded_and_on_one_line():
@@ -116,6 +121,7 @@ def test_it_is_bounded_and_on_one_line():
     assert len(told) <= LONGEST + len(" … ")
     assert "aaa… … ValueError: bbb" in told
     assert "\n" not in message(RuntimeError("x:\n" * 100))
+    assert message(RuntimeError("a" * LONGEST)) == "a" * LONGEST
 
 
 class Scripted(Provider):

@@ -37,6 +37,7 @@ def test_the_harness_own_share_is_what_is_neither_measuring_nor_compiling():
         "rest": 1.0,
     }
     assert spent.own_share(constructed) == pytest.approx(0.10)
+    assert spent.own_share({"measuring": 3.0, "rest": 1.0}) == 0.25
     assert spent.own_share({}) is None
     assert set(spent.OWN) < set(spent.PARTS) and not {"compiling", "measuring", "code"} & set(spent.OWN)
 

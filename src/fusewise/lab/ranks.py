@@ -117,7 +117,7 @@ def merged(records: Sequence[Record], options: Options, complete: bool) -> Recor
         request=request(options),
         environment={**first.environment, "ranks": places, "host": socket.gethostname()},
         finished=complete and all(r.finished for r in records),
-        seconds=max((r.seconds or 0.0 for r in records), default=None),
+        seconds=max(r.seconds or 0.0 for r in records),
         rows=sorted_by_task([x for r in records for x in r.rows], lambda row: row.key),
         measurements=sorted_by_task([x for r in records for x in r.measurements], lambda m: m.key),
         comparisons=sorted_by_task([x for r in records for x in r.comparisons], key_of),

@@ -27,7 +27,7 @@ def message(error: BaseException) -> str:
     for _ in range(20):  # bounded: the chain of causes may be cyclic
         root = root.__cause__ or root
     cause = _said(root)
-    if root is not error and cause[0] not in " ".join(parts):
+    if cause[0] not in " ".join(parts):
         parts += [f"{type(root).__name__}: {cause[0]}", *cause[1:]]
     share = LONGEST // len(parts)
     return " … ".join(part if len(part) <= share else f"{part[: share - 1]}…" for part in parts)
