@@ -203,6 +203,15 @@ def test_a_name_that_the_locale_cannot_write_names_a_file_all_the_same(monkeypat
     assert folder.file_name("mé odd.py:β") == "mé_odd.py__"
 
 
+@pytest.mark.parametrize(("name", "kept"), [("x" * 100, 100), ("x" * 101, 100), ("名" * 33, 33), ("x" + "名" * 34, 34)])
+def test_a_long_name_names_a_file_all_the_same(name, kept):
+    """Names of files are limited in bytes."""
+    found = folder.file_name(name)
+    assert (found == name) == (len(name.encode()) <= 100)
+    assert found.partition("-")[0] == name[:kept]
+    assert folder.file_name(".") == "_" and folder.file_name("..a") == "a"
+
+
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
     record.save(study_record([row("eager", device_us=1.0)]), tmp_path)
     before = (tmp_path / "record.json").read_bytes()

@@ -19,7 +19,7 @@ from .record import Record
 #: Fields that must match to resume a run: all rows of a record are made in the same way.
 SAME_REQUEST = ("op", "cache", "seed", "rounds", "providers", "cases", "dtypes", "passes", "tasks")
 SAME_MACHINE = ("device_name", "cpu", "cores", "torch_threads", "python")
-#: Longest file name, in characters; some file systems allow only 143 bytes.
+#: Longest file name, in bytes, before a checksum and a suffix; some file systems allow only 143.
 LONGEST_NAME = 100
 
 
@@ -68,7 +68,10 @@ def file_name(text: str) -> str:
     locale's encoding."""
     encoding = sys.getfilesystemencoding()
     name = re.sub(r"[^\w.+-]", "_", text.encode(encoding, "replace").decode(encoding)).lstrip(".") or "_"
-    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}-{checksum(text):08x}"
+    data = name.encode(encoding)
+    if len(data) <= LONGEST_NAME:
+        return name
+    return f"{data[:LONGEST_NAME].decode(encoding, 'ignore')}-{checksum(text):08x}"
 
 
 def check_same(before: Record, request: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
