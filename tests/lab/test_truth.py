@@ -127,6 +127,7 @@ def test_twice_as_many_integers_may_differ_and_some_by_chance(by_eager, most):
     eager = Yardstick(Errors(0.0, 0.0, by_eager, 100))
     assert truth.within(Errors(0.0, 0.0, most, 100), eager, torch.float32)
     assert not truth.within(Errors(0.0, 0.0, most + 1, 100), eager, torch.float32)
+    assert Errors(0.005, 0.001, most, 100).worst == max(0.005, most / 100)
 
 
 def test_the_rule_has_a_band_for_one_rounding_and_no_more():
@@ -204,6 +205,9 @@ def test_errors_are_relative_and_never_hidden():
         ([-math.inf, math.nan, -math.inf, 4.0], "infinities have another sign"),
     ):
         assert words in truth.errors([torch.tensor(strange)], [odd]).unlike
+    for result, kind in ((odd, "real"), (odd + 0j, "complex")):
+        other = odd + 0j if kind == "real" else odd
+        assert truth.errors([result, result], [other, result]).unlike == f"a result is {kind}"
     zero = torch.zeros(2, dtype=torch.float64)
     assert truth.errors([torch.tensor([0.0, 0.5])], [zero]).max == 0.5
 
@@ -217,7 +221,8 @@ def test_what_float64_leaves_of_zero_is_no_measure():
     small = torch.tensor([2e-9, 1e-9])  # small, but not zero
     assert truth.errors([large, small * 2], [large.double(), small.double()]).max == pytest.approx(1.0)
     counts = torch.tensor([1, 0])
-    assert truth.errors([large * 1e15, counts * 2], [large.double() * 1e15, counts]).others == 1
+    found = truth.errors([large * 1e15, counts * 2], [large.double() * 1e15, counts])
+    assert (found.others, found.whole) == (1, 2)
 
 
 def test_what_is_known_of_a_providers_arithmetic_is_told_with_its_error():
