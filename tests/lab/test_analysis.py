@@ -245,6 +245,7 @@ def test_the_aa_pair_is_no_row_and_no_rival():
         # back to back, calls take the longer of device and host time
         ({"device_us": 1.0, "host_us": 30.0, "first_call_s": 2.0}, {"device_us": 9.0, "host_us": 50.0, "first_call_s": 1.0}, 50_001),
         ({"device_us": 1.0, "first_call_s": 2.0}, {"first_call_s": 1.0}, None),
+        ({"first_call_s": 2.0}, {"device_us": 1.0, "first_call_s": 1.0}, None),
         ({"device_us": 1.0, "first_call_s": None}, {"device_us": 2.0, "first_call_s": 1.0}, None),
         ({"device_us": 1.0, "first_call_s": 1.0}, {"device_us": 2.0, "first_call_s": None}, None),
     ],

@@ -1,5 +1,6 @@
 import importlib.metadata
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,12 +56,6 @@ def test_a_broken_target_of_another_package_is_told_where_it_is_asked_for(monkey
     assert targets.resolve("mlp-quick")[0].name == "gated_mlp"
     with pytest.raises(ValueError, match="got 'rpoe'; try 'rope'"):
         targets.resolve("rpoe")
-
-
-def test_what_is_named_twice_is_measured_once(tmp_path):
-    request = plan.Request(target="rope", cases=["cube-8", "cube-4", "cube-8"], dtypes=["fp32", "fp32"], device="cpu")
-    tasks = plan.options(request, tmp_path).tasks
-    assert [(t.case, t.pass_) for t in tasks] == [(c, p) for c in ("cube-8", "cube-4") for p in ("fwd", "bwd")]
 
 
 @pytest.mark.parametrize("name", list(targets.BUILT_IN))
@@ -279,3 +274,52 @@ def test_matmuls_that_a_problem_does_not_name_have_no_floor():
         floors.MatMul().build(targets.problem_for(task))
     unit = targets.problem_for(replace(task, op="geglu", case="quick-decode"))
     assert floors.MatMul().build(unit).enter is not None
+
+
+@pytest.mark.parametrize(
+    ("asked", "resolved"),
+    [
+        ({}, {"title": "rope-quick", "time_limit": 60.0, "min_rounds": 5, "max_rounds": 10, "named": True, "twin": True}),
+        ({"rounds": (3, 7), "time_limit": 0}, {"title": "rope-quick", "time_limit": 0, "min_rounds": 3, "max_rounds": 7}),
+        ({"preset": "rope-seqlen"}, {"title": "rope-seqlen", "time_limit": None, "max_rounds": 30, "profiled": ("seqlen-512",)}),
+        ({"cases": ["cube-4", "cube-6"]}, {"title": "cube-4, cube-6", "time_limit": None, "profiled": (), "warm": False, "seed": 0}),
+        ({"memory_limit": 0.5, "timeout": 7}, {"memory_limit": 2**29, "timeout": 7}),
+        ({"warm": True, "seed": -(2**63)}, {"warm": True, "seed": -(2**63)}),
+        ({"providers": None}, {"named": False}),
+    ],
+)  # fmt: skip
+def test_what_is_left_out_is_the_presets(asked, resolved, tmp_path):
+    request = plan.Request(target="rope", device="cpu", **{"providers": ["eager"], **asked})
+    found = plan.options(request, tmp_path)
+    assert {name: getattr(found, name) for name in resolved} == resolved
+    assert {task.seed for task in found.tasks} == {found.seed} and found.out == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("asked", "groups"),
+    [
+        ({"dtypes": ["fp32", "fp32"]}, ["fp32 fwd", "fp32 bwd"]),
+        ({"passes": "bwd"}, ["fp32 bwd"]),
+        ({"passes": "both", "dtypes": ["bf16", "fp32", "bf16"]}, ["bf16 fwd", "bf16 bwd", "fp32 fwd", "fp32 bwd"]),
+        ({"passes": "fwd+bwd"}, ["fp32 fwd+bwd"]),
+    ],
+)
+def test_what_is_named_twice_is_measured_once(asked, groups, tmp_path):
+    request = plan.Request(target="rope", cases=["cube-8", "cube-4", "cube-8"], device="cpu", **asked)
+    tasks = plan.options(request, tmp_path).tasks
+    assert [f"{t.case} {t.dtype} {t.pass_}" for t in tasks] == [
+        f"{c} {g}" for c in ("cube-8", "cube-4") for g in groups
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ({}, "fusewise-runs/rope-quick-now"),
+        ({"preset": "rope-cube"}, "fusewise-runs/rope-cube-now"),
+        ({"cases": ["cube-4"]}, "fusewise-runs/cases-now"),
+        ({"preset": "rope-cube", "out": Path("here")}, "here"),
+    ],
+)
+def test_a_run_is_named_after_its_preset(asked, name):
+    assert plan.run_directory(plan.Request(target="rope", **asked), "now") == Path(name)

@@ -338,6 +338,7 @@ def test_what_is_no_function_is_told():
         ({"time_limit": ""}, r"time_limit must be a finite number of seconds, at least 0, got ''"),
         ({"time_limit": -1}, r"time_limit must be a finite number of seconds, at least 0, got -1"),
         ({"seed": 0.5}, r"seed must be an integer, got 0.5"),
+        ({"seed": -(2**63) - 1}, r"seed must fit into 64 bits, got -9223372036854775809"),
         ({"seed": True}, r"seed must be an integer, got True"),
     ],
 )
