@@ -69,6 +69,9 @@ def _shards(mesh: Any) -> None:
     def mlp(x: Tensor, w: Tensor, w_gate: Tensor, w_down: Tensor, **options: Any) -> Tensor:
         return gated_mlp(x, w_gate, w, w_down, activation="gelu", **options)
 
+    def mlp_in_turn(x: Tensor, w: Tensor, b: Tensor, w_down: Tensor, **options: Any) -> Tensor:
+        return gated_mlp(x, w, None, w_down, b_gate=b, activation="silu", layout="interleaved", **options)
+
     def act(x: Tensor, y: Tensor, **_: Any) -> Tensor:
         z: Tensor = LigerSiLUMulFunction.apply(x, y)
         return z
@@ -87,6 +90,8 @@ def _shards(mesh: Any) -> None:
         # gathered: nine pairs of rows and their bias do not split alike
         (in_turn, (x, randn(9, 2, 16), randn(18)), (whole, rows, rows), whole),
         (in_turn, (x, randn(18, 16), randn(18)), (whole, rows, rows), whole),  # a shard ends within a pair
+        # nor does their gradient, of a down projection whose nine columns are sharded
+        (mlp_in_turn, (x, randn(18, 16), randn(18), randn(12, 9)), (whole, rows, rows, Shard(1)), None),
         (mlp, (x, value, gate, down), (rows, whole, whole, whole), rows),
         (mlp, (x, value, gate, down), (whole, rows, rows, Shard(1)), None),  # a pending sum
         (act, (x, randn(4, 6, 16)), (columns, columns), columns),

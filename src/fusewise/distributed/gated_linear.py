@@ -18,7 +18,7 @@ from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 
 from ..ops.gated_linear import _gate, _op
-from ..ops.gated_linear._problem import Spec
+from ..ops.gated_linear._problem import Spec, features_out
 
 # Acceptable placements, each as (placements of the outputs, placements of the arguments).
 Placements = list[tuple[list[Any], list[Any]]]
@@ -57,11 +57,11 @@ def _preact(spec: Spec, dim: int) -> Any:
     return Shard(dim if spec.fused else dim + 1)
 
 
-def _by_features(spec: Spec, weight: Any) -> bool:
-    """Whether a shard of the weight's rows holds the same features of both halves."""
+def _by_features(spec: Spec, hidden: int, mesh: Any) -> bool:
+    """Whether a shard of the rows of the weight, or of its gradient, holds the same ones of F = `hidden` features of both
+    halves."""
     if spec.layout == "interleaved":
-        pairs = weight.shape[0] // (2 if len(weight.shape) == 2 else 1)
-        return bool(pairs % weight.mesh.size() == 0)
+        return bool(hidden % mesh.size() == 0)
     return not spec.fused
 
 
@@ -75,7 +75,7 @@ def _forward(keeps: bool, x: Any, *rest: Any) -> Placements:
         ([EVERYWHERE] * (1 + keeps), [EVERYWHERE, *_weights(EVERYWHERE, weights), None, None]),
         ([Shard(0), _preact(spec, 0)][: 1 + keeps], [Shard(0), *_weights(EVERYWHERE, weights), None, None]),
     ]
-    if _by_features(spec, weights[0]):
+    if _by_features(spec, features_out(*weights[:2]), x.mesh):
         of_y = [Shard(1), _preact(spec, 1)][: 1 + keeps]
         acceptable.append((of_y, [EVERYWHERE, *_weights(Shard(0), weights), None, None]))
     return acceptable
@@ -89,7 +89,7 @@ def _of_bias(wanted: bool, placement: Any) -> Any:
 def _gradient(dy: Any, preact: Any, text: str, impl: str, bias: bool) -> Placements:
     spec = Spec.decode(text)
     ways = [(EVERYWHERE, EVERYWHERE, EVERYWHERE), (Shard(0), _preact(spec, 0), SUM)]
-    if not spec.fused:
+    if _by_features(spec, dy.shape[1], dy.mesh):
         ways.append((Shard(1), _preact(spec, 1), Shard(1)))
     return [
         ([of_preact, _of_bias(bias, of_bias)], [of_dy, of_preact, None, None, None])
@@ -104,7 +104,7 @@ def _recompute_gradient(dy: Any, x: Any, *rest: Any) -> Placements:
         ([EVERYWHERE, EVERYWHERE], [EVERYWHERE, EVERYWHERE, *whole, *none]),
         ([_preact(spec, 0), _of_bias(bias, SUM)], [Shard(0), Shard(0), *whole, *none]),
     ]
-    if _by_features(spec, weights[0]):
+    if _by_features(spec, dy.shape[1], dy.mesh):
         of_outputs = [_preact(spec, 1), _of_bias(bias, Shard(1))]
         acceptable.append((of_outputs, [Shard(1), EVERYWHERE, *_weights(Shard(0), weights), *none]))
     return acceptable
@@ -116,7 +116,7 @@ def _down_gradient(dz: Any, w_down: Any, preact: Any, text: str, impl: str, bias
         (EVERYWHERE, EVERYWHERE, EVERYWHERE, EVERYWHERE, EVERYWHERE),
         (Shard(0), EVERYWHERE, _preact(spec, 0), Shard(0), SUM),
     ]
-    if not spec.fused:
+    if _by_features(spec, w_down.shape[1], w_down.mesh):
         ways.append((EVERYWHERE, Shard(1), _preact(spec, 1), Shard(1), Shard(1)))
     return [
         ([of_y, of_preact, _of_bias(bias, of_bias)], [of_dz, of_down, of_preact, None, None, None])
