@@ -18,6 +18,7 @@ from fusewise.lab.render import printable
 from fusewise.lab.targets import BUILT_IN
 
 from . import _build, _code, _completion, _records, _tune
+from ._options import Folder, names
 
 EXIT_CODES = """\b
 Exit codes:
@@ -79,19 +80,6 @@ def cli() -> None:
     """Fused kernels for PyTorch, and the evidence that they are worth it."""
 
 
-def _names(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
-    return None if value is None else [name.strip() for name in value.split(",") if name.strip()]
-
-
-class Folder(click.Path):
-    """The name of a folder; not empty, which would mean the current one."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value == "":
-            self.fail("it must have a name, or be left out", param, ctx)
-        return super().convert(value, param, ctx)
-
-
 def _rounds(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, int] | None:
     if value is None:
         return None
@@ -139,7 +127,7 @@ Examples:
 )
 @click.option(
     "--providers",
-    callback=_names,
+    callback=names,
     shell_complete=_completion.provider,
     help="Comma-separated names, or module:attribute. Default: all available.",
 )
@@ -147,11 +135,11 @@ Examples:
 @click.option(
     "--dtype",
     "dtypes",
-    callback=_names,
+    callback=names,
     help="Comma-separated: fp32, bf16, fp16, tf32 (float32 with matmuls in tf32; on a GPU). Default: the case's own.",
 )
 @click.option("--device", help="cpu or cuda[:index]. Default: the GPU if there is one.")
-@click.option("--out", type=Folder(file_okay=False, path_type=Path), help="Run directory. Default: fusewise-runs/….")
+@click.option("--out", type=Folder(), help="Run directory. Default: fusewise-runs/….")
 @click.option("--rounds", callback=_rounds, metavar="MIN:MAX", help="Rounds of each comparison. Default: 5:30.")
 @click.option("--time-limit", type=click.FloatRange(min=0), help="Seconds for the whole study; at least MIN rounds.")
 @click.option(

@@ -8,6 +8,8 @@ from dataclasses import asdict
 
 import click
 
+from ._options import names
+
 EXIT_CODES = """\b
 Exit codes:
   0  everything is built
@@ -26,9 +28,14 @@ Examples:
 """
     + EXIT_CODES
 )
-@click.option("--arch", help="Comma-separated names of GPUs to build for, as sm_90. Default: the GPUs of this machine.")
+@click.option(
+    "--arch",
+    "architectures",
+    callback=names,
+    help="Comma-separated names of GPUs to build for, as sm_90. Default: the GPUs of this machine.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, when all is done.")
-def build(arch: str | None, as_json: bool) -> None:
+def build(architectures: list[str] | None, as_json: bool) -> None:
     """Compile the native code now, so that no call waits for it.
 
     Prints where each library is and how long it took.
@@ -37,13 +44,12 @@ def build(arch: str | None, as_json: bool) -> None:
     """
     from fusewise import native
 
-    names = tuple(name.strip() for name in (arch or "").split(",") if name.strip())
-    if arch is not None and not names:
+    if architectures == []:
         raise click.UsageError(
             "build: arch must be names like sm_80,sm_90, got none; leave it out for this machine's GPUs"
         )
     try:
-        chosen = native.capabilities(names)
+        chosen = native.capabilities(tuple(architectures or ()))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     every = []

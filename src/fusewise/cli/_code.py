@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from . import _completion
+from ._options import Folder
 
 EXIT_CODES = """\b
 Exit codes:
@@ -96,7 +97,7 @@ Examples:
 )
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=Folder(),
     help="Write the texts and index.json here instead of printing.",
 )
 @click.option(
@@ -168,7 +169,7 @@ Examples:
 )
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=Folder(),
     help="Folder for the files. Default: fusewise-profiles/….",
 )
 def profile(target: str, name: str, out: Path | None, timeout: float, as_json: bool, **options: Any) -> None:

@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import click
 
+from ._options import Folder
+
 Read = TypeVar("Read")
 
 EXISTING = click.Path(exists=True, path_type=Path)
@@ -39,9 +41,7 @@ Exit codes:
 """
 )
 @click.argument("run", type=EXISTING)
-@click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for the report. Default: the run directory."
-)
+@click.option("--out", type=Folder(), help="Folder for the report. Default: the run directory.")
 @click.option("--script", "row_id", metavar="ROW", help="Print the program that measures this row again, by its id.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdicts and rows as JSON, write nothing.")
 def report(run: Path, out: Path | None, row_id: str | None, as_json: bool) -> None:

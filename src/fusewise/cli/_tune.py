@@ -7,6 +7,7 @@ import json
 import click
 
 from . import _completion
+from ._options import names
 
 EXIT_CODES = """\b
 Exit codes:
@@ -15,10 +16,6 @@ Exit codes:
   2    the command line is wrong
   130  interrupted; the results so far are kept
 """
-
-
-def _names(_: click.Context, __: click.Parameter, value: str | None) -> list[str]:
-    return [name.strip() for name in (value or "").split(",") if name.strip()]
 
 
 def _shapes(_: click.Context, __: click.Parameter, value: tuple[str, ...]) -> list[tuple[int, ...]]:
@@ -50,9 +47,9 @@ Examples:
     "--shape", "shapes", multiple=True, callback=_shapes, metavar="M,D,F",
     help="Rows, features in, features out; may be repeated.",
 )  # fmt: skip
-@click.option("--dtype", "dtypes", callback=_names, help="Comma-separated: fp32, bf16, fp16. Default: the case's own.")
+@click.option("--dtype", "dtypes", callback=names, help="Comma-separated: fp32, bf16, fp16. Default: the case's own.")
 @click.option(
-    "--epilogue", "kernels", callback=_names,
+    "--epilogue", "kernels", callback=names,
     help="Comma-separated kernels: y, preact, gate, gradient, down. Default: all of the case.",
 )  # fmt: skip
 @click.option("--impl", type=click.Choice(["gluon", "triton"]), help="Default: what a call uses here.")
@@ -68,8 +65,8 @@ def tune(
     cases: tuple[str, ...],
     preset: str | None,
     shapes: list[tuple[int, ...]],
-    dtypes: list[str],
-    kernels: list[str],
+    dtypes: list[str] | None,
+    kernels: list[str] | None,
     impl: str | None,
     device: str | None,
     time_limit: float,
@@ -87,13 +84,18 @@ def tune(
     from fusewise.lab import plan
     from fusewise.lab import tune as tuning
 
+    for option, given in (("dtype", dtypes), ("epilogue", kernels)):
+        if given == []:
+            raise click.UsageError(
+                f"tune: {option} must be one name at least, got none; leave it out for the case's own"
+            )
     try:
         where = plan.device(device, "tune")
         if list_kept:
             found = tuning.kept_results(tuning.target(target), where)
             click.echo(json.dumps(found) if as_json else "\n".join(tuning.kept_lines(found, where)))
             return
-        jobs = tuning.jobs(target, cases, preset, shapes, dtypes, kernels, where, impl)
+        jobs = tuning.jobs(target, cases, preset, shapes, dtypes or (), kernels or (), where, impl)
     except tuning.Unable as error:
         raise click.ClickException(str(error)) from None
     except ValueError as error:
