@@ -1,4 +1,5 @@
-"""Bound launches of Triton's kernels are for the strides that were checked: a program that torch.export made guards only shapes."""
+"""Bound launches of Triton's kernels are for the strides that were checked, since a program that torch.export made guards only
+shapes, and for everything else that they were bound with."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusewise.ops.qk_norm_rope._problem import Norm
-from fusewise.ops.rope._problem import Spec
+from fusewise.ops.rope._problem import Rotation, Spec
 
 from .rope.support import INTERPRETER
 
@@ -19,17 +20,47 @@ from fusewise.ops.qk_norm_rope import _triton as norm
 from fusewise.ops.rope import _triton as rope
 from fusewise.ops.rope_and_cache import _triton as cache
 
-Q, K, V = (torch.randn(6, heads, 16) for heads in (4, 2, 2))
-CACHE = torch.zeros(2, 8, 2, 16)
+TENSORS: dict[str, Tensor] = {name: torch.randn(6, heads, 16) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+TENSORS |= {name: torch.randn(2, 8, 2, 16) for name in ("key_cache", "value_cache")}
+TENSORS |= {name: torch.randn(x.shape) for name, x in (("dq", TENSORS["q"]), ("dk", TENSORS["k"]))}
 ROTATION: dict[str, Any] = {
     "cos": torch.randn(16, 8), "sin": torch.randn(16, 8), "positions": None, "offset": torch.tensor([3, 5]),
     "cu_seqlens": torch.tensor([0, 2, 6]), "first": 0, "spec": Spec(layout="thd").encode(),
 }  # fmt: skip
-LAUNCHES: dict[str, Callable[..., Any]] = {
-    "rope": lambda *rotation: rope.launch((Q, K), (torch.empty_like(Q), torch.empty_like(K)), rotation),
-    "qk_norm_rope": lambda *rotation: norm.forward([Q], [torch.empty_like(Q)], [], rotation, Norm(1e-6, 0.0, "head")),
-    "rope_and_cache_": lambda *rotation: cache.launch(Q, K, V, CACHE, CACHE.clone(), None, None, *rotation, True),
+OWN: dict[str, Any] = {
+    "weights": True,
+    "norm": Norm(1e-6, 0.0, "head"),
+    "slots": None,
+    "block_table": None,
+    "write_k": True,
 }
+CALL = {**TENSORS, **ROTATION, **OWN}
+
+
+def _rotation(call: dict[str, Any]) -> Rotation:
+    return tuple(call[name] for name in ROTATION)  # type: ignore[return-value]
+
+
+def _norm(call: dict[str, Any], backward: bool) -> None:
+    xs = [call["q"], call["k"]]
+    ys, weights = [torch.empty_like(x) for x in xs], [torch.ones(16)] * 2 if call["weights"] else []
+    if backward:
+        norm.backward([call["dq"], call["dk"]], xs, ys, weights, [], _rotation(call), call["norm"])
+    else:
+        norm.forward(xs, ys, weights, _rotation(call), call["norm"])
+
+
+LAUNCHES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "rope": lambda call: rope.launch(
+        (call["q"], call["k"]), (torch.empty_like(call["q"]), torch.empty_like(call["k"])), _rotation(call)
+    ),
+    "qk_norm_rope": lambda call: _norm(call, False),
+    "qk_norm_rope_grad": lambda call: _norm(call, True),
+    "rope_and_cache_": lambda call: cache.launch(
+        *(call[name] for name in ("q", "k", "v", "key_cache", "value_cache", "slots", "block_table")),
+        *_rotation(call), call["write_k"],
+    ),
+}  # fmt: skip
 
 
 class Compiled:
@@ -39,19 +70,80 @@ class Compiled:
         return lambda *values, stream: None
 
 
-@pytest.mark.skipif(INTERPRETER, reason="the interpreter has no launches to bind")
-@pytest.mark.parametrize("name", ["sin", "offset", "cu_seqlens"])
-@pytest.mark.parametrize("op", LAUNCHES)
-def test_other_strides_are_checked_again(op: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
+    """The bound launches of all operations; nothing is launched."""
+    found: dict[Any, Any] = {}
     for module in (rope, norm, cache):
-        monkeypatch.setattr(module, "_PLANS", {})
+        monkeypatch.setattr(module, "_PLANS", found)
     for module in (rope, cache):
         monkeypatch.setattr(module, "_launch_unbound", lambda problem: Compiled())
     monkeypatch.setattr(norm, "_launch", lambda *arguments: (Compiled(), 1, ()))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    return found
+
+
+compiled = pytest.mark.skipif(INTERPRETER, reason="the interpreter has no launches to bind")
+
+
+@compiled
+@pytest.mark.parametrize("name", ["sin", "offset", "cu_seqlens"])
+@pytest.mark.parametrize("op", LAUNCHES)
+def test_other_strides_are_checked_again(op: str, name: str, plans: dict[Any, Any]) -> None:
     for _ in range(2):  # the second is bound
-        LAUNCHES[op](*ROTATION.values())
-    strided: Tensor = ROTATION[name].repeat_interleave(2, -1)[..., ::2]
+        LAUNCHES[op](CALL)
+    strided: Tensor = CALL[name].repeat_interleave(2, -1)[..., ::2]
     with pytest.raises(ValueError, match=rf"{name} must have (a contiguous last dimension|the strides of cos)"):
-        LAUNCHES[op](*{**ROTATION, name: strided}.values())
+        LAUNCHES[op]({**CALL, name: strided})
+
+
+def apart(x: Tensor) -> Tensor:
+    """x with other strides, aligned to 16 bytes."""
+    return x.new_zeros(*x.shape[:-1], x.shape[-1] + 8)[..., : x.shape[-1]].copy_(x)
+
+
+def unaligned(x: Tensor) -> Tensor:
+    """x at an address that is no multiple of 16 bytes."""
+    return x.new_zeros(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
+IDS, ROWS = torch.arange(6), torch.zeros(6, 1, dtype=torch.int64)
+OF_CACHE = ("v", "key_cache", "value_cache")
+# A call, and one that must not be launched as the first was, although the tensors have the same shapes: the operations that take it.
+DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "dtype": ({}, {n: x.half() for n, x in TENSORS.items()}, tuple(LAUNCHES)),
+    **{f"strides of {n}": ({}, {n: apart(CALL[n])}, tuple(LAUNCHES)) for n in ("q", "k")},
+    **{f"strides of {n}": ({}, {n: apart(CALL[n])}, ("rope_and_cache_",)) for n in OF_CACHE},
+    **{f"strides of {n}": ({}, {n: apart(CALL[n])}, ("qk_norm_rope_grad",)) for n in ("dq", "dk")},
+    "tokens": ({"offset": None, "cu_seqlens": None}, {n: TENSORS[n][:4] for n in ("q", "k", "v", "dq", "dk")}, tuple(LAUNCHES)),
+    "dtype of the table": ({}, {n: CALL[n].half() for n in ("cos", "sin")}, tuple(LAUNCHES)),
+    "rows of the table": ({}, {n: CALL[n][:12] for n in ("cos", "sin")}, tuple(LAUNCHES)),
+    "strides of the table": ({}, {n: apart(CALL[n]) for n in ("cos", "sin")}, tuple(LAUNCHES)),
+    "address of sin": ({}, {"sin": unaligned(CALL["sin"])}, tuple(LAUNCHES)),
+    **{f"dtype of {n}": ({}, {n: CALL[n].int()}, tuple(LAUNCHES)) for n in ("offset", "cu_seqlens")},
+    **{f"address of {n}": ({}, {n: unaligned(CALL[n])}, tuple(LAUNCHES)) for n in ("offset", "cu_seqlens")},
+    "no offset": ({}, {"offset": None}, tuple(LAUNCHES)),
+    "sequences": ({"offset": None}, {"cu_seqlens": torch.tensor([0, 2, 4, 6])}, tuple(LAUNCHES)),
+    **{f"{what} positions": ({"offset": None, "cu_seqlens": None, "positions": IDS}, {"positions": x}, tuple(LAUNCHES))
+       for what, x in (("int32", IDS.int()), ("strided", apart(IDS[:, None])[:, 0]), ("unaligned", unaligned(IDS)), ("no", None))},
+    **{f"{what} slots": ({"slots": IDS}, {"slots": x}, ("rope_and_cache_",))
+       for what, x in (("int32", IDS.int()), ("strided", apart(IDS[:, None])[:, 0]), ("unaligned", unaligned(IDS)), ("fewer", IDS[:4]), ("no", None))},
+    **{f"{what} block table": ({"cu_seqlens": None, "offset": None, "block_table": ROWS}, {"block_table": x}, ("rope_and_cache_",))
+       for what, x in (("int32", ROWS.int()), ("strided", apart(ROWS)), ("unaligned", unaligned(ROWS)), ("wide", ROWS.expand(6, 2)), ("no", None))},
+    "spec": ({}, {"spec": Spec(layout="thd", pairing="interleaved").encode()}, tuple(LAUNCHES)),
+    **{f"norm {n}": ({}, {"norm": Norm(*n)}, ("qk_norm_rope", "qk_norm_rope_grad")) for n in ((1e-5, 0.0, "head"), (1e-6, 1.0, "head"))},
+    "no weights": ({}, {"weights": False}, ("qk_norm_rope", "qk_norm_rope_grad")),
+    "k unwritten": ({}, {"write_k": False}, ("rope_and_cache_",)),
+}  # fmt: skip
+
+
+@compiled
+@pytest.mark.parametrize(("op", "name"), [(op, name) for name, (*_, ops) in DIFFERENT.items() for op in ops])
+def test_a_different_call_is_bound_anew(op: str, name: str, plans: dict[Any, Any]) -> None:
+    base, change, _ = DIFFERENT[name]
+    for _ in range(2):
+        LAUNCHES[op]({**CALL, **base})
+    assert len(plans) == 1
+    LAUNCHES[op]({**CALL, **base, **change})
+    assert len(plans) == 2

@@ -64,6 +64,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no-sin": ({"sin": None}, ValueError, "the table must be exactly one of"),
     "table-short": ({"offset": 59}, ValueError, "the table must have a row for each of the positions up to 64, got 64 rows"),
     "rotary_dim": ({"rotary_dim": 18}, ValueError, "rotary_dim must be even and from 2 to head_dim = 16, got 18"),
+    "table-grad": ({"cos": TABLE["cos"].clone().requires_grad_()}, ValueError, "cos must not require grad: no gradient of the table is computed"),
+    "table-device": ({name: x.to("meta") for name, x in TABLE.items()}, ValueError, "sin must be on the device of q, cpu, got meta"),
+    "table-negated": ({name: torch._neg_view(x) for name, x in TABLE.items()}, ValueError, "sin must not be a lazily negated view"),
     "positions": ({"positions": torch.zeros(6)}, TypeError, "positions must have dtype int32 or int64, got float32"),
     # the rest
     "impl": ({"impl": "cpu"}, ValueError, "impl must be one of auto, triton, cuda, reference, got 'cpu'"),
@@ -78,8 +81,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake(name: str) -> None:
     changes, error, words = MISTAKES[name]
-    arguments = {"q": Q, "k": K, "q_weight": W, "k_weight": W, **TABLE, **changes}
-    for _ in range(2):  # a failed call must not be cached as valid
+    right = {"q": Q, "k": K, "q_weight": W, "k_weight": W, **TABLE}
+    fusewise.qk_norm_rope(**right)  # cached as valid, which the other call must not be, even if it fails twice
+    arguments = {**right, **changes}
+    for _ in range(2):
         with pytest.raises(error, match=f"^qk_norm_rope: {words}") as caught:
             fusewise.qk_norm_rope(**arguments)
         assert type(caught.value) is error
@@ -95,8 +100,10 @@ def test_a_call_that_passed_does_not_let_a_wrong_one_pass() -> None:
         fusewise.qk_norm_rope(Q, K, W, W, **TABLE, eps=1, weight_offset=False)
     with pytest.raises(ValueError, match="k_weight must be contiguous"):
         fusewise.qk_norm_rope(Q, K, W, torch.randn(32)[::2], **TABLE, eps=1, weight_offset=0)
-    with pytest.raises(ValueError, match="positions up to 64"):
-        fusewise.qk_norm_rope(Q, K, W, W, **TABLE, eps=1, weight_offset=0, offset=59)
+    fusewise.qk_norm_rope(Q, K, W, W, **TABLE, eps=1, weight_offset=0, offset=58)
+    for offset, message in ((59, "positions up to 64"), (-1, "offset must be >= 0"), (True, "offset must be an int")):
+        with pytest.raises((ValueError, TypeError), match=message):
+            fusewise.qk_norm_rope(Q, K, W, W, **TABLE, eps=1, weight_offset=0, offset=offset)
     positions = torch.zeros(1, dtype=torch.int64).expand(6)  # the strides that a sparse tensor reports
     fusewise.qk_norm_rope(Q, K, W, W, **TABLE, positions=positions)
     with pytest.raises(TypeError, match="positions must be a strided tensor"):

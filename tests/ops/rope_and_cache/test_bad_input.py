@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -49,6 +50,11 @@ def overlapping(name: str, other: str) -> Change:
     return apply
 
 
+def slots_that_end_in_the_cache(made: Made) -> dict[str, Any]:
+    memory = torch.zeros(made.key_cache.numel() + 4)
+    return {"key_cache": memory[4:].view(made.key_cache.shape), "slot_mapping": memory.view(torch.int32)[:5]}
+
+
 # Of the case "hnd": q (5, 4, 16), k and v (5, 2, 16), caches (6, 2, 4, 16), slot_mapping (5,); the change, and the error.
 MISTAKES: dict[str, tuple[Change, type[Exception], str]] = {
     "q is no tensor": (replaced(q=1), TypeError, "q must be a torch.Tensor, got int; pass a tensor for q"),
@@ -80,7 +86,7 @@ MISTAKES: dict[str, tuple[Change, type[Exception], str]] = {
     "flat, a cache without features": (lambda made: {"q": made.q.flatten(1), "key_cache": made.key_cache[..., :0]}, ValueError, r"q must have heads as wide as those of key_cache, 0, in its 64 features, got \(5, 64\)"),
     "too large caches": (lambda made: dict.fromkeys(("key_cache", "value_cache"), made.key_cache[:1].expand(2**29, 2, 4, 16)), ValueError, "key_cache must have at most 2147483647 slots, got 2147483648; divide the cache"),
     "layout of the caches": (replaced(cache_layout="nhd"), ValueError, "key_cache must have the heads of k, 2 of 16 features, got 4 of 16 features; say cache_layout="),
-    "stride of a cache": (tensor("value_cache", lambda x: x.repeat_interleave(2, -1)[..., ::2]), ValueError, r"value_cache must have a contiguous last dimension \(stride 1\), got strides"),
+    "stride of a cache": (tensor("value_cache", lambda x: x.repeat_interleave(2, -1)[..., ::2]), ValueError, r"value_cache must have a contiguous last dimension \(stride 1\), got strides .*; allocate it with the features of a head last"),
     "unlike caches": (tensor("value_cache", lambda x: x[:5]), ValueError, r"value_cache must have the blocks and slots of key_cache, \(6, 4\), got \(5, 4\)"),
     "slots no tensor": (replaced(slot_mapping=[1]), TypeError, "slot_mapping must be a torch.Tensor, got list"),
     "slots of floats": (tensor("slot_mapping", Tensor.float), TypeError, "slot_mapping must have dtype int32 or int64, got float32"),
@@ -103,6 +109,7 @@ MISTAKES: dict[str, tuple[Change, type[Exception], str]] = {
     "v requires grad": (tensor("v", lambda x: x.clone().requires_grad_()), RuntimeError, "v must not require grad"),
     "a cache requires grad": (tensor("key_cache", lambda x: x.clone().requires_grad_()), RuntimeError, "key_cache must not require grad"),
     "folded q": (tensor("q", lambda x: x[:, :1].expand(5, 4, 16)), ValueError, r"q must not have elements that share memory, being written to, got strides \(64, 0, 1\)"),
+    "folded q, keeping k": (lambda made: {"q": made.q[:, :1].expand(5, 4, 16), "write_k": False}, ValueError, "q must not have elements that share memory"),
     "folded cache": (tensor("value_cache", lambda x: x[:1].expand(6, 2, 4, 16)), ValueError, "value_cache must not have elements that share memory"),
     "k in q": (overlapping("k", "q"), ValueError, "k must not overlap q, which is written to, got shared memory; clone k"),
     "v in k": (overlapping("v", "k"), ValueError, "v must not overlap k, which is written to"),
@@ -110,6 +117,8 @@ MISTAKES: dict[str, tuple[Change, type[Exception], str]] = {
     "v in the other cache": (lambda made: {**overlapping("v", "key_cache")(made), "write_k": False}, ValueError, "v must not overlap key_cache, which is written to"),
     "one cache for both": (lambda made: {"value_cache": made.key_cache}, ValueError, "value_cache must not overlap key_cache, which is written to"),
     "slots in the cache": (lambda made: {"slot_mapping": made.key_cache.view(torch.int32).flatten()[:5]}, ValueError, "slot_mapping must not overlap key_cache, which is written to"),
+    "a slot at the end of the cache": (lambda made: {"slot_mapping": made.key_cache.view(torch.int32).flatten()[-1:]}, ValueError, "slot_mapping must not overlap key_cache, which is written to"),
+    "slots that end in the cache": (slots_that_end_in_the_cache, ValueError, "slot_mapping must not overlap key_cache, which is written to"),
     "table in q": (lambda made: {"cos_sin": made.q.view(20, 16)}, ValueError, "cos_sin must not overlap q, which is written to"),
 }  # fmt: skip
 
@@ -118,9 +127,11 @@ MISTAKES: dict[str, tuple[Change, type[Exception], str]] = {
 def test_one_error_and_nothing_written(name: str) -> None:
     change, error, message = MISTAKES[name]
     made, _ = make(CASES["hnd"]).copy()
-    given = {"q": made.q, "k": made.k, "v": made.v, **made.arguments(), **change(made)}
+    right = {"q": made.q, "k": made.k, "v": made.v, **made.arguments()}
+    fusewise.rope_and_cache_(**right)  # cached as valid, which the other call must not be, even if it fails twice
+    given = {**right, **change(made)}
     before = [x.clone() for x in made.written()]
-    for _ in range(2):  # a failed call must not be cached as valid
+    for _ in range(2):
         with pytest.raises(error, match=rf"^rope_and_cache_: {message}") as raised:
             fusewise.rope_and_cache_(**given)
         assert re.fullmatch(r"rope_and_cache_: .+ must .+, got .+; .+", str(raised.value))
@@ -145,9 +156,27 @@ def test_what_was_right_once_is_looked_at_again() -> None:
         fusewise.rope_and_cache_(made.q, k, shared, **made.arguments())
     with pytest.raises(TypeError, match="rotary_start must be an int"):
         fusewise.rope_and_cache_(made.q, k, v, **made.arguments(), rotary_start=False)  # equals the default
+    for offset, message in ((60, "positions up to 64"), (-1, "offset must be >= 0"), (True, "offset must be an int")):
+        fusewise.rope_and_cache_(made.q, k, v, **made.arguments(), offset=59)
+        with pytest.raises((ValueError, TypeError), match=message):
+            fusewise.rope_and_cache_(made.q, k, v, **made.arguments(), offset=offset)
     made.q.requires_grad_()
     with pytest.raises(RuntimeError, match="q must not require grad"):
         fusewise.rope_and_cache_(made.q, made.k, made.v, **made.arguments())
+
+
+def test_tensors_that_are_only_read_may_share_memory() -> None:
+    """With each other, and within themselves."""
+    made = make(CASES["hnd"])
+    again, _ = made.copy()
+    slots = made.kwargs["slot_mapping"]
+    shared = {"slot_mapping": slots, "positions": slots, "inv_freq": torch.ones(1).expand(8), "cos_sin": None}
+    apart = {**shared, "positions": slots.clone(), "inv_freq": torch.ones(8)}
+    v = made.v[:1].expand(made.v.shape)
+    fusewise.rope_and_cache_(made.q, made.k, v, **{**made.arguments(), **shared})
+    fusewise.rope_and_cache_(again.q, again.k, v.contiguous(), **{**again.arguments(), **apart})
+    for x, alone in zip(made.written(), again.written(), strict=True):
+        assert_bits(x, alone)
 
 
 def test_the_addresses_of_all_calls_have_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,9 +212,10 @@ def test_no_grad_and_inference_mode_serve() -> None:
 
 
 def test_inference_tensors_stay_in_inference_mode() -> None:
-    with torch.inference_mode():
-        made = make(CASES["hnd"])
-        fusewise.rope_and_cache_(made.q, made.k, made.v, **made.arguments())
+    for mode in (contextlib.nullcontext, torch.inference_mode):  # the first call is remembered outside inference mode
+        with mode():
+            made = make(CASES["hnd"])
+            fusewise.rope_and_cache_(made.q, made.k, made.v, **made.arguments())
     with pytest.raises(RuntimeError, match="q must not be an inference tensor outside inference mode"):
         fusewise.rope_and_cache_(made.q, made.k, made.v, **made.arguments())
 
