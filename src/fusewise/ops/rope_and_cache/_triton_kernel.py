@@ -69,7 +69,7 @@ def _place_of(batch, token, mask, slots, positions, FORM: tl.constexpr, POSITION
             index = sequence.to(tl.int64) * slots.stride_row + nth.to(tl.int64) * slots.stride_nth
             block = tl.load(slots.block_table_ptr + index, mask, -1).to(tl.int64)
             block = tl.where((block >= 0) & (block < slots.count), block, -1)  # so that no product below exceeds 2⁶²
-            slot = tl.where(block >= 0, block * slots.size + (position - nth * slots.size), -1)
+            slot = block * slots.size + (position - nth * slots.size)  # of block -1: negative
         else:
             slot = tl.where(
                 (position >= 0) & (position < slots.size), sequence.to(tl.int64) * slots.size + position, -1

@@ -16,8 +16,6 @@ def launch(*arguments: Any) -> None:
     """`impl="reference"`; the arguments are those of `CacheProblem.build`."""
     problem = CacheProblem.build(*arguments)
     q, k = (operand.x for operand in problem.rotation.operands)
-    if q.numel() == k.numel() == problem.v.numel() == 0:
-        return
     q_rotated, k_rotated = rotation.rotate(problem.rotation)
     slots_BT = token_slots(problem)
     for cache, x in ((problem.key_cache, k_rotated), (problem.value_cache, problem.v)):
