@@ -1,5 +1,5 @@
 """Bound launches of Triton's kernels are for the strides that were checked, since a program that torch.export made guards only
-shapes, and for everything else that they were bound with."""
+shapes, and for everything else that they were bound with. So are the packed plans of native code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from fusewise.ops.qk_norm_rope._problem import Norm
+from fusewise.ops.rope import _native as rope_native
 from fusewise.ops.rope._problem import Rotation, Spec
+from fusewise.ops.rope_and_cache import _native as cache_native
 
 from .rope.support import INTERPRETER
 
@@ -41,6 +43,11 @@ def _rotation(call: dict[str, Any]) -> Rotation:
     return tuple(call[name] for name in ROTATION)  # type: ignore[return-value]
 
 
+def _of_cache(call: dict[str, Any]) -> tuple[Any, ...]:
+    own = (call[name] for name in ("q", "k", "v", "key_cache", "value_cache", "slots", "block_table"))
+    return *own, *_rotation(call), call["write_k"]
+
+
 def _norm(call: dict[str, Any], backward: bool) -> None:
     xs = [call["q"], call["k"]]
     ys, weights = [torch.empty_like(x) for x in xs], [torch.ones(16)] * 2 if call["weights"] else []
@@ -56,10 +63,7 @@ LAUNCHES: dict[str, Callable[[dict[str, Any]], Any]] = {
     ),
     "qk_norm_rope": lambda call: _norm(call, False),
     "qk_norm_rope_grad": lambda call: _norm(call, True),
-    "rope_and_cache_": lambda call: cache.launch(
-        *(call[name] for name in ("q", "k", "v", "key_cache", "value_cache", "slots", "block_table")),
-        *_rotation(call), call["write_k"],
-    ),
+    "rope_and_cache_": lambda call: cache.launch(*_of_cache(call)),
 }  # fmt: skip
 
 
@@ -109,6 +113,7 @@ def unaligned(x: Tensor) -> Tensor:
 
 
 IDS, ROWS = torch.arange(6), torch.zeros(6, 1, dtype=torch.int64)
+BATCH: dict[str, Any] = {n: TENSORS[n].unflatten(0, (2, 3)) for n in ("q", "k", "v", "dq", "dk")}
 OF_CACHE = ("v", "key_cache", "value_cache")
 # A call, and one that must not be launched as the first was, although the tensors have the same shapes: the operations that take it.
 DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
@@ -131,6 +136,10 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
        for what, x in (("int32", IDS.int()), ("strided", apart(IDS[:, None])[:, 0]), ("unaligned", unaligned(IDS)), ("fewer", IDS[:4]), ("no", None))},
     **{f"{what} block table": ({"cu_seqlens": None, "offset": None, "block_table": ROWS}, {"block_table": x}, ("rope_and_cache_",))
        for what, x in (("int32", ROWS.int()), ("strided", apart(ROWS)), ("unaligned", unaligned(ROWS)), ("wide", ROWS.expand(6, 2)), ("no", None))},
+    "no sequences": ({"offset": None}, {"cu_seqlens": None}, tuple(LAUNCHES)),
+    "width of v": ({}, {"v": TENSORS["v"][..., :8]}, ("rope_and_cache_",)),
+    "blocks": ({}, {n: CALL[n][:1] for n in ("key_cache", "value_cache")}, ("rope_and_cache_",)),
+    "layout": ({**BATCH, "offset": None, "cu_seqlens": None, "spec": ""}, {"spec": Spec(layout="sbhd").encode()}, tuple(LAUNCHES)),
     "spec": ({}, {"spec": Spec(layout="thd", pairing="interleaved").encode()}, tuple(LAUNCHES)),
     **{f"norm {n}": ({}, {"norm": Norm(*n)}, ("qk_norm_rope", "qk_norm_rope_grad")) for n in ((1e-5, 0.0, "head"), (1e-6, 1.0, "head"))},
     "no weights": ({}, {"weights": False}, ("qk_norm_rope", "qk_norm_rope_grad")),
@@ -147,3 +156,26 @@ def test_a_different_call_is_bound_anew(op: str, name: str, plans: dict[Any, Any
     assert len(plans) == 1
     LAUNCHES[op]({**CALL, **base, **change})
     assert len(plans) == 2
+
+
+PACKED: dict[str, Callable[[dict[str, Any]], bytes]] = {
+    "rope": lambda call: rope_native.planned((call["q"], call["k"]), (call["q"], call["k"]), _rotation(call))[0],
+    "rope_and_cache_": lambda call: cache_native.planned(*_of_cache(call))[0],
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "name"), [(op, name) for name, (*_, ops) in DIFFERENT.items() for op in ops if op in PACKED]
+)
+def test_a_different_call_is_packed_anew(op: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, change, _ = DIFFERENT[name]
+
+    def forget() -> None:
+        monkeypatch.setattr(rope_native, "_PLANS", {})
+        monkeypatch.setattr(cache_native, "_PLACES", {})
+
+    forget()
+    PACKED[op]({**CALL, **base})
+    found = PACKED[op]({**CALL, **base, **change})
+    forget()
+    assert found == PACKED[op]({**CALL, **base, **change})
