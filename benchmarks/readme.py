@@ -79,6 +79,8 @@ FLOAT32 = {
     "fusewise-triton": "cuBLAS and Triton",
     "torch.compile": "torch.compile",
     "liger": "Liger",
+    "unsloth": "unsloth",
+    "transformer_engine": "TransformerEngine",
     "eager": "eager",
 }
 KEPT = {
@@ -106,6 +108,7 @@ GATED_SHOWN = (
     "gemma-2b-train", "gemma-7b-train", "gemma-2-9b-train", "llama-3-8b-train", "llama-3-70b-train", "phi-3-mini-train",
     "flux2-klein-4b-train", "sdxl-640-train", "sdxl-1280-train",
 )  # fmt: skip
+SHAPES = ("shapes-aligned", "shapes-hidden-8191")
 DECODED = [
     f"{model}-decode-b{rows}"
     for model in ("llama-3-70b", "gemma-7b", "llama-3-8b", "phi-3-mini")
@@ -595,7 +598,7 @@ def parts() -> dict[str, str]:
         "h200-sweep": sweep(gpu),
         "h200-cached": cached(groups("h200", "rope_and_cache")),
         "h200-gated": by_products(in_float32(groups("h200", "geglu"), False), GATED_SHOWN, TRAINED),
-        "h200-float32": by_products(in_float32(groups("h200", "geglu")), GATED_SHOWN, FLOAT32),
+        "h200-float32": by_products(in_float32(groups("h200", "geglu")), (*GATED_SHOWN, *SHAPES), FLOAT32),
         "h100-kept": by_products(among(groups("h100", "geglu"), "fusewise-cuda-training"), GATED_SHOWN, KEPT),
         "h100-gated": by_products(among(groups("h100", "geglu"), "torch.compile-max-autotune"), GATED_SHOWN, EVERY),
         "h100-gelu": gelu(),

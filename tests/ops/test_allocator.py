@@ -53,7 +53,7 @@ print("served")
 def test_new_tensors_come_from_the_chosen_allocator(tmp_path: Path) -> None:
     """In a process of its own, which may change the allocator only once, before the first tensor. A library of RAPIDS' memory
     manager does the same."""
-    if (missing := build.nvcc().missing) is not None:
+    if missing := build.nvcc().missing:
         pytest.skip(missing)
     source, library = tmp_path / "allocator.cu", tmp_path / "allocator.so"
     source.write_text(ALLOCATOR)
