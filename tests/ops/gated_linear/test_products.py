@@ -24,6 +24,12 @@ NAMES = ["triton"] if INTERPRETER else list(_op.IMPLEMENTATIONS)
 IMPLS = [name for name in NAMES if _op.unavailable(name, DEVICE, torch.bfloat16) is None]
 
 
+@pytest.fixture(autouse=INTERPRETER)
+def _copies_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call on a CPU chooses it."""
+    monkeypatch.setattr(_products._choice, "choose", lambda device_type, dtype: "triton")
+
+
 def within(rows: int, columns: int, stride: int, start: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Random memory, and a matrix view of it."""
     memory = torch.randn(start + rows * stride + columns).to(DEVICE, dtype)

@@ -143,8 +143,8 @@ def copy_to(x: Tensor, to: Tensor) -> Tensor:
 
 
 def _copy(x: Tensor, to: Tensor) -> None:
-    fast = x.stride(1) == to.stride(1) == 1 and _choice.unavailable("triton", x.device.type, x.dtype) is None
-    _choice.implementation("triton" if fast else "reference").copy_into(x, to)
+    fast = x.stride(1) == to.stride(1) == 1
+    _choice.implementation(_choice.choose(x.device.type, x.dtype) if fast else "reference").copy_into(x, to)
 
 
 op_copy_ = register("gated_linear_copy_(Tensor x, Tensor(a!) to) -> ()", _copy, lambda x, to: None)
