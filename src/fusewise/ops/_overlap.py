@@ -52,9 +52,7 @@ def overlaps(x: Tensor, y: Tensor) -> bool:
     # The bytes of an element are a dimension with a stride of one byte, so that tensors of different dtypes can be compared.
     steps = [(x.element_size() * stride, n) for stride, n in x_dims] + [(1, x.element_size())]
     steps += [(-y.element_size() * stride, n) for stride, n in y_dims] + [(-1, y.element_size())]
-    return _reaches(
-        distance, [(abs(s), (n - 1) if s > 0 else 0, 0 if s > 0 else (n - 1)) for s, n in steps if s and n > 1]
-    )
+    return _reaches(distance, [(abs(s), n - 1 if s > 0 else 0, 0 if s > 0 else n - 1) for s, n in steps if s])
 
 
 def overlaps_itself(x: Tensor) -> bool:

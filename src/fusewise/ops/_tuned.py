@@ -214,14 +214,14 @@ class Tuned(Generic[Config]):
     def _of_space(self, key: Key, device: int, config: Any) -> Config | None:
         """The member of the current search space with these fields."""
         for member in self.space(key, device):
-            if isinstance(config, dict) and _same(config, asdict(member)):  # type: ignore[call-overload]
+            if _same(config, asdict(member)):  # type: ignore[call-overload]
                 return member
         return None
 
 
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two dicts are equal including value types: in JSON, 1, 1.0 and true differ."""
-    return one == other and all(type(one[name]) is type(value) for name, value in other.items())
+def _same(data: Any, known: dict[str, Any]) -> bool:
+    """Whether data equal a dict including value types: in JSON, 1, 1.0 and true differ."""
+    return bool(data == known) and all(type(data[name]) is type(value) for name, value in known.items())
 
 
 def _to_json(key: Key) -> dict[str, Any]:
