@@ -99,7 +99,7 @@ def test_where_a_gate_is_not_written() -> None:
         (randn(4, 4), r"out must have shape \(4, 3\), and dtype and device of x"),
         (randn(4, 3).double(), "out must have shape"),
         (x[:, :3], "out must not overlap x"),
-        (randn(1, 3).expand(4, 3), "out must not have elements that share memory"),
+        (randn(1, 3).expand(4, 3), "out must not have elements that share memory, .*; give it memory of its own"),
         (randn(3, 4).mT, "out must have rows of contiguous features"),
         (randn(4, 3).requires_grad_(), "out must not be given where a gradient is recorded"),
     ):
@@ -107,8 +107,11 @@ def test_where_a_gate_is_not_written() -> None:
         with pytest.raises(ValueError, match=f"^silu_and_mul: {message}"):
             vllm.silu_and_mul(out, x)
         assert torch.equal(out, before)
-    with pytest.raises(ValueError, match=r"^silu_and_mul: out must have rows of contiguous features, each as far"):
-        flashinfer.silu_and_mul(randn(4, 2, 6), base[:, :2])
+    for out in (base[:, :2], randn(4, 3, 2).mT):
+        with pytest.raises(ValueError, match=r"^silu_and_mul: out must have rows of contiguous features, each as far"):
+            flashinfer.silu_and_mul(randn(4, 2, 6), out)
+    with pytest.raises(ValueError, match=r"^silu_and_mul: out must not be given where a gradient is recorded"):
+        vllm.silu_and_mul(randn(4, 3), x.clone().requires_grad_())
     with pytest.raises(ValueError, match=r"^GeluAndMul: approximate must be none or tanh, got 'erf'; "):
         vllm.GeluAndMul("erf")
 

@@ -80,26 +80,43 @@ def test_one_read_a_process_and_none_before_a_call(source: Path, monkeypatch: py
     assert len(reads) == 1
 
 
-@pytest.mark.parametrize("what", ["torch", "triton", "fusewise", "source", "device"])
+@pytest.mark.parametrize(
+    "what", ["torch", "triton", "fusewise", "source", "device", "get_device_name", "get_device_capability"]
+)
 def test_results_of_another_version_or_device_are_stale(
     what: str, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    first = tuned(source)
-    path = first.keep(-1, KEY, Tile(128), FOUND)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    device = 0
+    path = tuned(source).keep(device, KEY, Tile(128), FOUND)
+    assert tuned(source).find(device, KEY) == Tile(128)
     if what == "source":
         source.write_text("another kernel")
     elif what == "device":
-        identity = Tuned.identity
-        monkeypatch.setattr(Tuned, "identity", lambda self, device: {**identity(self, device), "device": "another"})
+        device = -1
+    elif what.startswith("get_"):
+        monkeypatch.setattr(torch.cuda, what, lambda device: ("another", 0))
     else:
         monkeypatch.setattr(__import__(what), "__version__", "0.0.1")
     later = tuned(source)
-    assert later.find(-1, KEY) is None and not later.problems
+    assert later.find(device, KEY) is None and not later.problems
     # Nor are they loaded from a file copied to the new name.
-    later.path(-1).write_bytes(path.read_bytes())
-    later.path(-1).chmod(0o600)
-    assert tuned(source).find(-1, KEY) is None
+    later.path(device).write_bytes(path.read_bytes())
+    later.path(device).chmod(0o600)
+    assert tuned(source).find(device, KEY) is None
+
+
+def test_each_implementation_has_a_file_of_its_own(source: Path) -> None:
+    names = [("rope", "triton"), ("rope", "gluon"), ("gated_linear", "triton")]
+    assert len({Tuned(op, impl, [source], lambda key, device: SPACE).path(-1) for op, impl in names}) == len(names)
+
+
+def test_sources_that_cannot_be_read_are_told_of(source: Path) -> None:
+    one = tuned(source)
+    source.unlink()
+    assert one.find(-1, KEY) is None and str(source) in one.explain(-1, [KEY])
 
 
 def test_an_entry_outside_of_the_space_is_ignored(source: Path) -> None:
@@ -120,8 +137,8 @@ ENTRY = {
 @pytest.mark.parametrize(
     "change",
     [
-        {"rows": "4096"}, {"rows": True}, {"rows": -1}, {"rows": 0}, {"rows": 2**50}, {"kernel": None}, {"dtype": "int8"},
-        {"us": "fast"}, {"us": -1.0}, {"config": None}, {"config": [128, False]}, {"config": {"size": 128}},
+        {"rows": "4096"}, {"rows": True}, {"rows": -1}, {"rows": 0}, {"hidden": 0}, {"rows": 2**50}, {"kernel": None}, {"dtype": "int8"},
+        {"us": "fast"}, {"us": -1.0}, {"heuristic_us": None}, {"config": None}, {"config": [128, False]}, {"config": {"size": 128}},
         {"config": {"size": 128.0, "split": False}}, {"config": {"size": 128, "split": 0}},
         {"config": {"size": 128, "split": False, "more": 1}},
     ],
@@ -138,7 +155,12 @@ def test_an_entry_that_is_none_costs_itself_alone(change: dict[str, Any], source
 
     good = {KEY._replace(rows=8): Tile(64)}
     assert with_entry(ENTRY) == {KEY: Tile(128), **good}
-    assert with_entry({**ENTRY, **change}) == good
+    wrong = {**ENTRY, **change}
+    assert with_entry(wrong) == good
+    first.keep(-1, KEY._replace(rows=9), Tile(64), FOUND)
+    assert tuned(source).known(-1) == {**good, KEY._replace(rows=9): Tile(64)}
+    kept = json.loads(path.read_text())["entries"]
+    assert "nonsense" not in kept and (wrong in kept) == ("config" in change)  # whose key is valid
 
 
 @pytest.mark.parametrize(
@@ -153,7 +175,14 @@ def test_a_damaged_file_is_ignored_told_of_and_replaced(text: str, source: Path)
     if text != "null":
         assert str(path) in later.problems[-1] and "ignored" in later.explain(-1, [KEY])
     later.keep(-1, KEY, Tile(64), FOUND)
-    assert tuned(source).find(-1, KEY) == Tile(64)
+    assert tuned(source).find(-1, KEY) == later.find(-1, KEY) == Tile(64) and not later.problems
+
+
+def test_a_file_of_another_format_is_not_read(source: Path) -> None:
+    path = tuned(source).keep(-1, KEY, Tile(128), FOUND)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 0}))
+    later = tuned(source)
+    assert later.find(-1, KEY) is None and later.problems
 
 
 def test_a_file_that_is_too_large_is_named_with_the_one_fix(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,6 +260,7 @@ def test_the_environment_turns_it_off(source: Path, monkeypatch: pytest.MonkeyPa
 def test_a_search_overrides_and_watches(source: Path) -> None:
     one = tuned(source)
     one.keep(-1, KEY, Tile(128), FOUND)
+    assert one.find(-1, KEY) == Tile(128)
     with one.using(Tile(64)):
         assert one.find(-1, KEY) == Tile(64)
     watch = Watch()

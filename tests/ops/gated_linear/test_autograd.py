@@ -320,12 +320,19 @@ def test_autocast_casts_as_linear_does() -> None:
     assert all(g.dtype == torch.float32 for g in gradients) and double.dtype == torch.float64
 
 
-def test_backward_under_autocast_keeps_its_dtypes() -> None:
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("mlp", [False, True])
+def test_backward_under_autocast_keeps_its_dtypes(mlp: bool, create_graph: bool) -> None:
     inputs = leaves()
     y, usual = geglu_linear(*inputs), eager(*inputs)
+    if mlp:
+        inputs = *inputs, torch.randn(8, y.shape[-1], device=DEVICE, requires_grad=True)
+        x, weight, bias, down = inputs
+        y = gated_mlp(x, weight, None, down, b_gate=bias, activation="gelu_tanh", gate_first=False)
+        usual = functional.linear(usual, down)
     dy = torch.randn_like(y)
     with torch.autocast(DEVICE, torch.bfloat16):
-        found = torch.autograd.grad(y, inputs, dy)
+        found = torch.autograd.grad(y, inputs, dy, create_graph=create_graph)
     # Allows another summation order in float32; a bfloat16 matmul would be off by a hundred times that.
     torch.testing.assert_close(found, torch.autograd.grad(usual, inputs, dy), rtol=1e-4, atol=1e-4)
 

@@ -11,6 +11,7 @@ import torch
 import fusewise
 from fusewise._shared import host
 from fusewise.ops.gated_linear import _op, _path
+from fusewise.ops.gated_linear._problem import SAVES
 
 X, WEIGHT = torch.randn(3, 16), torch.randn(32, 16)
 CALLS = [
@@ -51,6 +52,37 @@ def test_what_autocast_leaves_is_what_is_explained(op: Any, args: Any, kwargs: A
         told = fusewise.explain_dispatch(op, *args, **kwargs)
         assert op(*args, **kwargs).dtype == torch.bfloat16
     assert ("float32" in wide.reason, "bfloat16" in told.reason) == (True, True)
+
+
+UNEQUAL = torch.randn(24, 16)  # 12 features of each half
+ASKED = [
+    (fusewise.geglu_linear, (X, UNEQUAL), {"approximate": "none"}),
+    (fusewise.geglu_linear, (X, UNEQUAL), {"approximate": "tanh"}),
+    (fusewise.gated_linear, (X, UNEQUAL), {"w_gate": torch.randn(24, 16), "activation": "relu"}),
+    (fusewise.gated_mlp, (X, UNEQUAL, None, torch.randn(9, 12)), {"activation": "silu"}),
+]
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize("wanted", [None, 0, 1])
+@pytest.mark.parametrize(("op", "args", "kwargs"), ASKED)
+def test_an_implementation_is_asked_what_a_call_asks_it(
+    op: Any, args: Any, kwargs: Any, wanted: int | None, impl: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def refuses(hidden: int, matrices: tuple[torch.Tensor, ...], activation: str, **how: Any) -> None:
+        asked.append((hidden, [m.shape for m in matrices], activation, how))
+
+    taken = fusewise.explain_dispatch(op, *args, **kwargs, impl=impl).impl
+    monkeypatch.setattr(_op.implementation(taken), "refuses", refuses, raising=False)
+    args = [x if i != wanted else x.clone().requires_grad_() for i, x in enumerate(args)]
+    for save in SAVES:
+        asked.clear()
+        assert fusewise.explain_dispatch(op, *args, **kwargs, save=save, impl=impl).impl == taken
+        with host.through_python():
+            op(*args, **kwargs, save=save, impl=impl)
+        assert asked[0] == asked[1]
 
 
 @pytest.mark.parametrize("device_type", ["xpu", "mps"])

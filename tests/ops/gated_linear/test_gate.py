@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -84,6 +85,9 @@ def test_into_a_part_of_a_tensor(impl: str, dtype: torch.dtype) -> None:
         assert stacked_gate_into(x, out, "silu", gate_first=True, impl=impl) is out
         assert torch.equal(out, stacked_gate(x, "silu", gate_first=True, impl=impl))
         assert (around[:, :first] == 7).all() and (around[:, first + features :] == 7).all()
+    x, out = randn(5, 2, dtype=dtype), randn(2, 5, dtype=dtype).T[:, :1]  # one feature of any stride
+    stacked_gate_into(x, out, "silu", gate_first=True, impl=impl)
+    assert torch.equal(out, stacked_gate(x, "silu", gate_first=True, impl=impl))
 
 
 def test_inference_tensors_are_written_in_inference_mode_only() -> None:
@@ -118,6 +122,7 @@ def test_any_strides_and_no_rows(impl: str) -> None:
     torch.testing.assert_close(found, outcome(lambda x: functional.silu(x[..., :16]) * x[..., 16:], (x,), dy))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # raised by torch's forward-mode AD
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_derivatives_of_any_order_and_transforms(activation: str) -> None:
     u, g = (t.double().requires_grad_() for t in (randn(3, 4), randn(3, 4)))
@@ -126,7 +131,9 @@ def test_derivatives_of_any_order_and_transforms(activation: str) -> None:
     def both(u: Tensor, g: Tensor) -> Tensor:
         return gate(u, g, activation)
 
-    assert torch.autograd.gradcheck(both, (u, g)) and torch.autograd.gradgradcheck(both, (u, g))
+    for leaves in ((u, g), (u.detach(), g), (u, g.detach())):
+        assert torch.autograd.gradcheck(both, leaves, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(both, (u, g))
     if not INTERPRETER:
         each = torch.func.vmap(both)(u.detach(), g.detach())
         torch.testing.assert_close(each, both(u, g).detach())
@@ -139,14 +146,22 @@ def test_derivatives_of_any_order_and_transforms(activation: str) -> None:
             return stacked_gradient(dy, x, activation, gate_first=gate_first)
 
         assert torch.autograd.gradgradcheck(stacked, (x,))
-        assert torch.autograd.gradcheck(gradient, (u, x)) and torch.autograd.gradgradcheck(gradient, (u, x))
+        for leaves in ((u, x), (u.detach(), x), (u, x.detach())):
+            assert torch.autograd.gradcheck(gradient, leaves)
+        assert torch.autograd.gradgradcheck(gradient, (u, x))
         for dtype in (torch.float64, torch.bfloat16) if not INTERPRETER else ():
             whole, dy = (
                 x.detach().to(dtype),
                 u.detach().to(dtype),
             )  # without gradients: by the operators, not the formula
             torch.testing.assert_close(torch.func.vmap(stacked)(whole), stacked(whole))
+            out = torch.empty_like(dy)
+            into = partial(stacked_gate_into, activation=activation, gate_first=gate_first)
+            torch.func.vmap(into)(whole, out)
+            torch.testing.assert_close(out, stacked(whole))
             torch.testing.assert_close(torch.func.vmap(gradient)(dy, whole), gradient(dy, whole))
+            _, tangent = torch.func.jvp(gradient, (dy, whole), (dy, torch.zeros_like(whole)))
+            torch.testing.assert_close(tangent, gradient(dy, whole))  # which is linear in dy
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -239,8 +254,12 @@ def test_mistakes() -> None:
         (lambda: gate(u, u, "swish"), ValueError, "gate: activation must be one of gelu_tanh, .*, got 'swish'"),
         (lambda: gate(u.int(), u, "silu"), TypeError, "gate: value must have dtype float32, .*, got int32"),
         (lambda: gate(None, u, "silu"), TypeError, "gate: value must be a torch.Tensor, got NoneType"),
+        (lambda: gate(u, None, "silu"), TypeError, "gate: gate must be a torch.Tensor, got NoneType"),
+        (lambda: gate(u, u.to("meta"), "silu"), ValueError, "gate: gate must have the device of value, .*, got meta"),
+        (lambda: stacked_gate_into(u, None, "silu", gate_first=True), TypeError, "out must be a torch.Tensor, got NoneType"),
         (lambda: gate(u[:, :0], u, "silu"), ValueError, r"gate: value must have at least one feature"),
         (lambda: stacked_gate(randn(3, 5), "silu", gate_first=True), ValueError, "x must have an even last dimension"),
+        (lambda: stacked_gradient(u[:, :1], u[:, :3], "silu", gate_first=True), ValueError, "x must have an even last dimension"),
         (lambda: stacked_gradient(u, u, "silu", gate_first=True), ValueError, r"dy must have shape \(3, 2\)"),
         (lambda: stacked_gradient(u[:, :2].to("meta"), u, "silu", gate_first=True), ValueError, "device of x .*, got .* meta"),
         (lambda: stacked_gradient(None, u, "silu", gate_first=True), TypeError, "dy must be a torch.Tensor, got NoneType"),

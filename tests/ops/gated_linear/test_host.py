@@ -140,8 +140,8 @@ def test_an_mlp_goes_through_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     "down",
-    [torch.randn(7, 5), torch.randn(7, 6).double(), torch.randn(6, 7).T, torch.randn(7, 6, 1), torch.randn(0, 6), "a matrix", None],
-    ids=["width", "dtype", "strides", "dimensions", "rows", "kind", "none"],
+    [torch.randn(7, 5), torch.randn(7, 6).double(), torch.empty(7, 6, device="meta"), torch.randn(6, 7).T, torch.randn(7, 6, 1), torch.randn(0, 6), "a matrix", None],
+    ids=["width", "dtype", "device", "strides", "dimensions", "rows", "kind", "none"],
 )  # fmt: skip
 def test_a_projection_that_is_wrong_is_named_by_python(down: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="gated_mlp: w_down must "):

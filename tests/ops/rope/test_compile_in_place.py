@@ -36,6 +36,20 @@ def test_compiled_in_place_without_gradients(impl: str) -> None:
     assert_bits(total, want[0].sum() + want[1].sum())
 
 
+def test_compiled_in_place_where_the_length_depends_on_data() -> None:
+    q, k = tensors()
+
+    def f(kept: Tensor) -> tuple[Tensor, Tensor]:
+        return fusewise.rope_(q[:, kept], k[:, kept], inv_freq=torch.ones(8))
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+        for count in (3, 0):
+            kept = torch.arange(6) < count
+            for y, want in zip(compiled(kept), f(kept), strict=True):
+                assert_bits(y, want)
+
+
 def test_compiled_in_place_of_packed_views() -> None:
     qkv = torch.randn(2, 6, 7, 16)
     want = torch.cat((*fusewise.rope(qkv[:, :, :4], qkv[:, :, 4:6], **TABLE), qkv[:, :, 6:]), 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import fusewise
-from fusewise._shared import build
+from fusewise._shared import build, cuda
+from fusewise.ops._choice import Choice
 from fusewise.ops.rope import _auto, _host, _op
 
 from ..a_gpu import as_dispatch_sees_it
@@ -122,7 +124,7 @@ def test_what_auto_takes_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_named_implementation_never_falls_back() -> None:
     with pytest.raises(ValueError, match=r"impl must be able to serve the tensors, got 'triton'.*TRITON_INTERPRET=1"):
         fusewise.rope(Q, **TABLE, impl="triton")
-    with pytest.raises(ValueError, match=r"impl must be able to serve the tensors, got 'cpu'.*takes float32"):
+    with pytest.raises(ValueError, match=r"impl must be able to serve the tensors, got 'cpu': cpu computes in float32"):
         fusewise.rope(Q.double(), **TABLE, impl="cpu")
     told = fusewise.explain_dispatch(fusewise.rope, Q, impl="reference")
     assert told.reason == "as requested"
@@ -213,6 +215,29 @@ def test_auto_takes_cuda_after_a_call_has_made_it(a_gpu: list[str], monkeypatch:
         assert _auto.serving("auto", (q,), NEW, "") == "triton", "looked for at every call"
         monkeypatch.setitem(build._LOADED, "rope-cuda", build.BuildError())
         assert _auto.serving("auto", (q,), NEW, "") == "cuda"
+
+
+@pytest.mark.parametrize("why", ["no_gpu", "recipe", "unavailable"])
+def test_why_auto_does_not_take_cuda(why: str, a_gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no GPU, no compiler, or what was built does not run here."""
+    a_gpu.clear()
+    assert _op.choice._unready(0) is None
+
+    def refuse(*_: Any) -> str:
+        if why == "recipe":
+            raise build.BuildError("a reason")
+        return "a reason"
+
+    owner = {"no_gpu": cuda, "recipe": _op.choice.implementation("cuda"), "unavailable": _op.choice}[why]
+    monkeypatch.setattr(owner, why, refuse)
+    assert _op.choice._unready(0) == "a reason"
+
+
+def test_an_implementation_that_cannot_be_imported_leaves_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = Choice("rope", ("triton", "reference"))
+    monkeypatch.setitem(sys.modules, "fusewise.ops.rope._triton", None)
+    assert str(choice.unavailable("triton", "cuda", torch.float32)).startswith("triton cannot be imported: ")
+    assert choice.choose("cuda", torch.float32) == "reference"
 
 
 def test_the_bound_is_of_bytes_read_and_written(a_gpu: list[str]) -> None:

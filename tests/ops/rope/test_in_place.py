@@ -317,10 +317,17 @@ def test_neighbours_in_packed_memory_do_not_overlap() -> None:
     assert overlaps(qkv[:, ::2], qkv[:, 2:])
     assert overlaps(qkv, qkv[1:, 3:, 5:, 15:])
     assert not overlaps(qkv[:0], qkv)
+    large = torch.empty(2, 4096, 48, 128, device="meta")
+    assert not overlaps(large[..., :64], large[..., 64:]) and not overlaps(large[:, :, :32], large[:, :, 32:40])
+    windows = qkv.as_strided((3, 3), (4, 4))  # to element 16, by equal strides
+    assert overlaps(windows, qkv[0, 0, 1, :1]) and not overlaps(windows, qkv[0, 0, 1, 1:])
     assert not overlaps_itself(qkv.permute(3, 1, 0, 2))
     double, (_, second, third, _) = qkv.view(torch.float64)[0, 0, 0, 0], qkv[0, 0, 0, :4]
     assert overlaps(double, second) and overlaps(second, double)  # a part of an element
     assert not overlaps(double, third) and not overlaps(third, double)
+    eighth, ninth = qkv.view(torch.uint8)[0, 0, 0, 7:9]
+    assert overlaps(double, eighth) and overlaps(eighth, double)
+    assert not overlaps(double, ninth) and not overlaps(ninth, double)
 
 
 def test_nothing_is_written_when_a_later_argument_is_wrong() -> None:
