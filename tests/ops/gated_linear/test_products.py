@@ -26,8 +26,8 @@ IMPLS = [name for name in NAMES if _op.unavailable(name, DEVICE, torch.bfloat16)
 
 @pytest.fixture(autouse=INTERPRETER)
 def _copies_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No call on a CPU chooses it."""
-    monkeypatch.setattr(_products._choice, "choose", lambda device_type, dtype: "triton")
+    """No call on a CPU asks for it."""
+    monkeypatch.setattr(_products, "DEVICES", (*_products.DEVICES, DEVICE))
 
 
 def within(rows: int, columns: int, stride: int, start: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -268,6 +268,7 @@ def test_the_peak_of_recomputing_with_unaligned_features(monkeypatch: pytest.Mon
 
 def test_a_cpu_few_rows_and_a_trace_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.empty(4096, 29, dtype=torch.bfloat16)
+    monkeypatch.setattr(_products, "DEVICES", ("cuda",))
     assert not _products.pads(x) and _products.operand(x) is x
     monkeypatch.setattr(_products, "DEVICES", ("cpu",))
     assert _products.pads(x) and _products.operand(x).stride(0) == 64

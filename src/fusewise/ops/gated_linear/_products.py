@@ -143,8 +143,12 @@ def copy_to(x: Tensor, to: Tensor) -> Tensor:
 
 
 def _copy(x: Tensor, to: Tensor) -> None:
-    fast = x.stride(1) == to.stride(1) == 1
-    _choice.implementation(_choice.choose(x.device.type, x.dtype) if fast else "reference").copy_into(x, to)
+    device_type, dtype = x.device.type, x.dtype
+    there = (
+        device_type in DEVICES and _choice.unavailable("triton", device_type, dtype) is None
+    )  # a CPU imports no Triton
+    fast = there and x.stride(1) == to.stride(1) == 1
+    _choice.implementation("triton" if fast else "reference").copy_into(x, to)
 
 
 op_copy_ = register("gated_linear_copy_(Tensor x, Tensor(a!) to) -> ()", _copy, lambda x, to: None)
