@@ -306,10 +306,11 @@ def test_what_is_left_out_is_the_presets(asked, resolved, tmp_path):
 )
 def test_what_is_named_twice_is_measured_once(asked, groups, tmp_path):
     request = plan.Request(target="rope", cases=["cube-8", "cube-4", "cube-8"], device="cpu", **asked)
-    tasks = plan.options(request, tmp_path).tasks
-    assert [f"{t.case} {t.dtype} {t.pass_}" for t in tasks] == [
+    options = plan.options(request, tmp_path)
+    assert [f"{t.case} {t.dtype} {t.pass_}" for t in options.tasks] == [
         f"{c} {g}" for c in ("cube-8", "cube-4") for g in groups
     ]
+    assert options.title == "cube-8, cube-4"
 
 
 @pytest.mark.parametrize(

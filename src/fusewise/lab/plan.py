@@ -102,7 +102,7 @@ def options(request: Request, out: Path) -> Options:
         named=request.providers is not None,
         device=where,
         out=out,
-        title=shortened(preset or ", ".join(request.cases) or target.name, LONGEST_TITLE),
+        title=shortened(preset or ", ".join(dict.fromkeys(request.cases)) or target.name, LONGEST_TITLE),
         warm=request.warm,
         seed=request.seed,
         timeout=request.timeout,
