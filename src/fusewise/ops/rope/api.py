@@ -70,9 +70,9 @@ def rope(
         positions: int32 or int64 (T,) or (B, T) (also for layout sbhd), the table row of each token; by default
             positions are 0, 1, 2, ... With `sections` the shape is (3, T) or (3, B, T).
         offset: added to the default positions: an int, or a contiguous integer tensor (B,), one entry per sequence.
-        cu_seqlens: int32 or int64 (sequences + 1,), contiguous, for layout thd: boundaries of packed sequences.
-            Positions restart at each; `offset` may have one entry per sequence. Tokens past the last boundary pass
-            through unrotated.
+        cu_seqlens: int32 or int64 (sequences + 1,), contiguous, for layout thd: boundaries of packed sequences, which
+            must not decrease (not checked: the host would wait for a GPU). Positions restart at each; `offset`
+            may have one entry per sequence. Tokens past the last boundary pass through unrotated.
         sections: M-RoPE: how many pairs follow the t, h and w positions; with `sections_interleaved` they alternate
             (t, h, w, t, h, w, ...) as in Qwen3-VL.
         context_parallel: (rank, size): the tokens are chunks rank and 2·size − 1 − rank of 2·size equal chunks of their

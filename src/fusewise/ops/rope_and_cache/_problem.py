@@ -72,9 +72,9 @@ class CacheProblem:
         """Resolve validated tensors. Strides are checked again: an exported program may get other tensors."""
         for name, x in (("v", v), ("key_cache", key_cache), ("value_cache", value_cache)):
             if x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel() > 0:
+                fix = "call .contiguous()" if x is v else "allocate it with the features of a head last"
                 raise ValueError(
-                    f"rope_and_cache_: {name} must have a contiguous last dimension (stride 1), got strides {x.stride()}; "
-                    "call .contiguous()"
+                    f"rope_and_cache_: {name} must have a contiguous last dimension (stride 1), got strides {x.stride()}; {fix}"
                 )
         decoded = Spec.decode(spec)
         rotation = Problem.build((q, k), (q, k), (cos, sin, positions, offsets, cu_seqlens, offset, spec))
