@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import full_record
+from builders import full_record, gpu_record
 from torch.distributed import TCPStore
 
-from fusewise.lab import plan, ranks
+from fusewise.lab import commands, plan, ranks, record
 from fusewise.lab.options import Options
 from fusewise.lab.problem import Task
 
@@ -39,8 +39,7 @@ def of_tasks(made, tasks):
     part = full_record(3)
     for name in ("rows", "measurements"):
         setattr(part, name, [x for x in getattr(made, name) if x.key in keys])
-    for name in ("comparisons", "ledgers"):
-        setattr(part, name, [x for x in getattr(made, name) if (x["op"], x["case"], x["dtype"], x["pass"]) in keys])
+    part.comparisons = [x for x in made.comparisons if (x["op"], x["case"], x["dtype"], x["pass"]) in keys]
     return part
 
 
@@ -101,12 +100,12 @@ def test_one_record_is_gathered_in_the_order_of_the_tasks(whole):
     for n, (rank, part) in enumerate(zip(members, parts, strict=True)):
         part.created, part.seconds, part.spent = begun[1 - n], 2.0 + n, {"rest": 2.0 + n}
         part.resumed = [begun[3 - n], begun[3]]
+        part.limits = made.limits if n else None
         rank.give(part)
     assert members[1].gather(asked) is None
     found = members[0].gather(asked)
     assert (found.rows, found.measurements, found.comparisons) == (made.rows, made.measurements, made.comparisons)
-    assert found.ledgers == made.ledgers
-    assert found.finished
+    assert (found.limits, found.finished) == (made.limits, True)
     assert (found.created, found.seconds, found.spent) == (begun[0], 3.0, {"rest": 3.0})
     assert found.resumed == begun[2:]
     assert len(found.environment["ranks"]) == 2
@@ -122,20 +121,51 @@ def test_a_rank_without_a_record_makes_an_unfinished_one_and_none_an_error(whole
     found = members[0].gather(asked)
     assert not found.finished
     assert {row.pass_ for row in found.rows} == {"fwd"}
-    members[0].give(None)
+    members[1].give(dataclasses.replace(of_tasks(made, asked.tasks[1::2]), finished=False))
+    found = members[0].gather(asked)
+    assert (found.rows, found.finished) == (made.rows, False)
+    for member in members:
+        member.give(None)
     with pytest.raises(RuntimeError, match="no rank has a record"):
         members[0].gather(asked)
+
+
+def test_the_whole_is_looked_into_once_every_rank_has_measured(whole, monkeypatch):
+    made, asked = whole
+    store = Store()
+    members = [ranks.Rank(number, 2, store) for number in (0, 1)]
+    profile, looked = {**gpu_record().profiles[0], "case": "cube-2"}, []
+
+    def run(options, resume, code, alone):
+        assert not code and not looked
+        return of_tasks(made, options.tasks), None
+
+    def look(options, found, _):
+        looked.append((options, [row.key for row in found.rows]))
+        found.profiles = [profile]
+        return 2.0, {"code": 2.0}
+
+    monkeypatch.setattr(commands, "run", run)
+    monkeypatch.setattr(commands.inside, "look", look)
+    store.set("out", str(asked.out))
+    store.set("run", made.run)
+    for rank in reversed(members):
+        found = commands.run_shared(rank, asked, None, resume=False, code=True)
+        assert (found is None) == bool(rank.number)
+    assert looked == [(asked, [row.key for row in made.rows])]
+    kept = record.read(asked.out)
+    assert (kept.profiles, kept.seconds, kept.spent["code"]) == ([profile], made.seconds + 2.0, 2.0)
+    assert profile["provider"] in (asked.out / "report.md").read_text().partition("Profile of cube-2 ")[2]
 
 
 def test_a_large_record_passes_a_real_store(whole):
     made, asked = whole
     store = TCPStore("127.0.0.1", 0, is_master=True)
     rank = ranks.Rank(0, 1, store)
-    text = random.Random(0).randbytes(10 << 20).hex()  # still 10 MiB when compressed
-    code = [{**made.code[0], "text": text, "lines": {}}]
-    rank.give(dataclasses.replace(made, code=code))
+    noise = random.Random(0).randbytes(10 << 20).hex()  # still 10 MiB when compressed
+    rank.give(dataclasses.replace(made, environment={**made.environment, "noise": noise}))
     assert int(store.get("record/0")) == 3
-    assert rank.gather(asked).code == code
+    assert rank.gather(asked).environment["noise"] == noise
 
 
 def test_a_single_process_is_no_rank(monkeypatch):

@@ -41,12 +41,17 @@ def run(
             try:
                 study.run()
                 if code:
-                    study.account(*inside.look(options, study.record, live.looking))
-                    record.save(study.record, options.out)
+                    _look(options, study.record, live)
             finally:
                 report = render(study.record, options.out)
     _append(study.record, append_rows, options.out, there)
     return study.record, report
+
+
+def _look(options: Options, found: Record, live: terminal.Live) -> None:
+    """Inspect the providers of a study that has been measured, and save what the record gains."""
+    found.account(*inside.look(options, found, live.looking))
+    record.save(found, options.out)
 
 
 def _limited(options: Options) -> bool:
@@ -93,8 +98,8 @@ def _append(found: Record, path: Path | None, out: Path, there: Collection[tuple
 def run_shared(
     rank: Rank, options: Options, append_rows: Path | None, resume: bool, code: bool
 ) -> tuple[Record, Path] | None:
-    """Run this rank's share of a study. Rank 0 also gathers, writes and renders the whole and inspects the providers;
-    other ranks return None.
+    """Run this rank's share of a study. Rank 0 also gathers and writes the whole, inspects the providers, when no rank
+    measures any more, and renders it; other ranks return None.
     """
     there: set[tuple[str, str]] = set()
     if rank.number == 0:
@@ -102,8 +107,8 @@ def run_shared(
         folder.interrupted(options.out, resume)
     mine = rank.share(options)
     try:
-        goes_on, first = resume and (mine.out / "record.json").exists(), rank.number == 0
-        part, _ = run(mine, resume=goes_on, code=code and first, alone=first)
+        goes_on = resume and (mine.out / "record.json").exists()
+        part, _ = run(mine, resume=goes_on, code=False, alone=rank.number == 0)
         rank.give(part)
     except BaseException:
         rank.give(None)  # so that no rank waits for a part that never comes
@@ -111,11 +116,16 @@ def run_shared(
     whole = rank.gather(options)
     if whole is None:
         return None
-    with folder.claimed(options.out):
+    with folder.claimed(options.out), interruptible():
         (options.out / "rows.jsonl").unlink(missing_ok=True)
         record.append_rows(options.out / "rows.jsonl", whole.rows)
         record.save(whole, options.out)
-        report = render(whole, options.out)
+        try:
+            if code:
+                with terminal.Live(terminal.console(stderr=True), named=options.named) as live:
+                    _look(options, whole, live)
+        finally:
+            report = render(whole, options.out)
     _append(whole, append_rows, options.out, there)
     return whole, report
 

@@ -121,10 +121,7 @@ def merged(records: Sequence[Record], options: Options, complete: bool) -> Recor
         rows=sorted_by_task([x for r in records for x in r.rows], lambda row: row.key),
         measurements=sorted_by_task([x for r in records for x in r.measurements], lambda m: m.key),
         comparisons=sorted_by_task([x for r in records for x in r.comparisons], key_of),
-        code=first.code,
-        ledgers=sorted_by_task([x for r in records for x in r.ledgers], key_of),
-        profiles=first.profiles,
         spent=max(records, key=lambda r: r.seconds or 0.0).spent,  # of the rank that took longest, like `seconds`
-        limits=first.limits,
+        limits=next((r.limits for r in records if r.limits is not None), None),  # a rank measures them if it needs them
         resumed=sorted({x for r in records for x in r.resumed}),
     )

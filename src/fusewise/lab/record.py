@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .schema import check, fault, loads, short
+from .spent import completed
 
 #: 2 added `code`, `ledgers`, `limits` and `resumed`, 3 `profiles` and `spent`, 4 `kernel_us`, 5 `graph_us` and
 #: `first_call_again_s`; see MIGRATIONS.
@@ -142,6 +143,12 @@ class Record:
         self.rows += rows
         self.measurements += measurements
         self.comparisons += comparisons
+
+    def account(self, seconds: float, parts: Mapping[str, float]) -> None:
+        """Add `seconds` to the total, broken down by activity."""
+        self.seconds = (self.seconds or 0.0) + seconds
+        mine = completed(parts, seconds)
+        self.spent = {name: self.spent.get(name, 0.0) + mine[name] for name in mine}
 
     def to_json(self) -> Json:
         plain = {f.name: getattr(self, f.name) for f in fields(self)}

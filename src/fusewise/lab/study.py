@@ -151,15 +151,9 @@ class Study:
                     self._group(task, len(self.tasks) - index)
                 self.record.finished = True
         finally:
-            self.account(time.monotonic() - started, self.spent.seconds)
+            self.record.account(time.monotonic() - started, self.spent.seconds)
             record.save(self.record, options.out)
         return self.record
-
-    def account(self, seconds: float, parts: Mapping[str, float]) -> None:
-        """Add `seconds` to the record's total, broken down by activity."""
-        self.record.seconds = (self.record.seconds or 0.0) + seconds
-        mine = spent.completed(parts, seconds)
-        self.record.spent = {name: self.record.spent.get(name, 0.0) + mine[name] for name in mine}
 
     def _group(self, task: Task, groups_left: int) -> None:
         """Prepare, measure and record one task with every provider."""
