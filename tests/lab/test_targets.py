@@ -282,7 +282,7 @@ def test_matmuls_that_a_problem_does_not_name_have_no_floor():
         ({}, {"title": "rope-quick", "time_limit": 60.0, "min_rounds": 5, "max_rounds": 10, "named": True, "twin": True}),
         ({"rounds": (3, 7), "time_limit": 0}, {"title": "rope-quick", "time_limit": 0, "min_rounds": 3, "max_rounds": 7}),
         ({"preset": "rope-seqlen"}, {"title": "rope-seqlen", "time_limit": None, "max_rounds": 30, "profiled": ("seqlen-512",)}),
-        ({"cases": ["cube-4", "cube-6"]}, {"title": "cube-4, cube-6", "time_limit": None, "profiled": (), "warm": False, "seed": 0}),
+        ({"cases": ["cube-4", "cube-6", "cube-4"]}, {"title": "cube-4, cube-6", "time_limit": None, "profiled": (), "warm": False, "seed": 0}),
         ({"memory_limit": 0.5, "timeout": 7}, {"memory_limit": 2**29, "timeout": 7}),
         ({"warm": True, "seed": -(2**63)}, {"warm": True, "seed": -(2**63)}),
         ({"providers": None}, {"named": False}),

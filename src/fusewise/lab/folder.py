@@ -65,11 +65,11 @@ def interrupted(out: Path, resume: bool) -> Record | None:
 
 def file_name(text: str) -> str:
     """Turn a text, such as a provider's name, into a valid name for a single file or folder of limited length, in the
-    locale's encoding."""
+    locale's encoding. Where it is not the text itself, a checksum keeps it distinct."""
     encoding = sys.getfilesystemencoding()
     name = re.sub(r"[^\w.+-]", "_", text.encode(encoding, "replace").decode(encoding)).lstrip(".") or "_"
     data = name.encode(encoding)
-    if len(data) <= LONGEST_NAME:
+    if name == text and len(data) <= LONGEST_NAME:
         return name
     return f"{data[:LONGEST_NAME].decode(encoding, 'ignore')}-{checksum(text):08x}"
 
