@@ -236,6 +236,7 @@ def nested(depth):
     return found
 
 
+TASK = {"op": "rope", "case": "cube-8", "dtype": "fp32", "pass_": "fwd"}
 STAGE = {"provider": "eager", "stage": "source", "order": 0, "language": "python", "text": "x = 1"}
 
 
@@ -251,6 +252,11 @@ STAGE = {"provider": "eager", "stage": "source", "order": 0, "language": "python
             r"rows\[0\].device_us: must be at least 1e-18 and at most 1e\+18, got 1e\+300",
         ),
         (lambda d: d.pop("run"), "must have run"),
+        (lambda d: d["request"].update(precision=math.inf), r"request\.precision: must be .* a finite number .* got inf; "),
+        (
+            lambda d: d["request"].update(tasks=[{**TASK, "detail": {"a": [1e308, -math.inf]}}]),
+            r"request\.tasks\[0\]\.detail\.a\[1\]: must be .* a finite number .* got -inf; ",
+        ),
         (
             lambda d: d.update(code=[STAGE | {"lines": {"1": "a.py:1", "first": "a.py:1"}}]),
             r"code\[0\]\.lines\.first: must match .*, got 'first'",

@@ -208,7 +208,7 @@ MIGRATIONS: dict[int, Callable[[Json], Json]] = {
 def migrate(data: Mapping[str, Any]) -> Json:
     """Convert a record of any version to the current one. Raises ValueError if it is newer than this fusewise."""
     found, version = dict(data), data.get("schema")
-    while version != SCHEMA_VERSION or isinstance(version, bool):
+    while version != SCHEMA_VERSION:
         if isinstance(version, bool) or not isinstance(version, int) or version not in MIGRATIONS:
             raise ValueError(
                 f"record: schema must be 1 to {SCHEMA_VERSION}, got {short(version)}; use the fusewise that wrote it"
