@@ -252,7 +252,10 @@ STAGE = {"provider": "eager", "stage": "source", "order": 0, "language": "python
             r"rows\[0\].device_us: must be at least 1e-18 and at most 1e\+18, got 1e\+300",
         ),
         (lambda d: d.pop("run"), "must have run"),
-        (lambda d: d["request"].update(precision=math.inf), r"request\.precision: must be .* a finite number .* got inf; "),
+        (
+            lambda d: d["request"].update(precision=math.inf),
+            r"request\.precision: must be .* a finite number .* got inf; ",
+        ),
         (
             lambda d: d["request"].update(tasks=[{**TASK, "detail": {"a": [1e308, -math.inf]}}]),
             r"request\.tasks\[0\]\.detail\.a\[1\]: must be .* a finite number .* got -inf; ",
