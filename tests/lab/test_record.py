@@ -309,6 +309,11 @@ def test_rows_are_read_from_records_and_from_published_files(tmp_path):
     record.append_rows(published, made.rows)
     assert record.read_rows(published) == 2 * made.rows
     record.append_rows(Path("/dev/null"), made.rows)
+    read_end, write_end = os.pipe()
+    record.append_rows(Path(f"/dev/fd/{write_end}"), made.rows[:1])
+    os.close(write_end)
+    with os.fdopen(read_end) as pipe:
+        assert pipe.read() == json.dumps(made.rows[0].to_json()) + "\n"
     for text in ('{"op": 1}', "[]", json.dumps({**made.rows[0].to_json(), "versions": 3})):
         published.write_text(f"{text}\n")
         with pytest.raises(
@@ -341,6 +346,9 @@ def test_numbers_that_json_has_not_are_refused(tmp_path):
     broken.seconds = float("nan")
     with pytest.raises(ValueError, match="seconds: must be a finite number or null, got nan"):
         record.save(broken, tmp_path)
+    broken.seconds, broken.measurements[0].prepared["more"] = None, math.inf
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        record.save(broken, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -367,7 +375,9 @@ def test_a_group_that_no_record_may_have_is_not_added():
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "x"
+    monkeypatch.setattr(record.tempfile, "tempdir", "/no/such/folder")  # of another file system, mostly
     record.write_atomically(path, "old")
+    assert path.stat().st_mode & 0o777 == 0o644  # not as of a temporary file, for its owner alone
 
     def full(*_):
         raise OSError(28, "No space left on device")

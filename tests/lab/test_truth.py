@@ -205,21 +205,25 @@ def test_errors_are_relative_and_never_hidden():
         ([-math.inf, math.nan, -math.inf, 4.0], "infinities have another sign"),
     ):
         assert words in truth.errors([torch.tensor(strange)], [odd]).unlike
+    huge = torch.tensor([1e308], dtype=torch.float64)
+    assert truth.errors([-huge], [huge]).unlike == "the error overflows float64"
     for result, kind in ((odd, "real"), (odd + 0j, "complex")):
         other = odd + 0j if kind == "real" else odd
         assert truth.errors([result, result], [other, result]).unlike == f"a result is {kind}"
     zero = torch.zeros(2, dtype=torch.float64)
-    assert truth.errors([torch.tensor([0.0, 0.5])], [zero]).max == 0.5
+    assert truth.errors([torch.tensor([0.0, 0.5])], [zero]) == Errors(0.5, 0.5)
 
 
-def test_what_float64_leaves_of_zero_is_no_measure():
-    large, nothing = torch.tensor([2.0, -1.0]), torch.tensor([3e-17, -2e-17])
+@pytest.mark.parametrize("unit", [1.0, 2.0**20])
+def test_what_float64_leaves_of_zero_is_no_measure(unit):
+    large, nothing = unit * torch.tensor([2.0, -1.0]), unit * torch.tensor([3e-17, -2e-17])
     truths = [large.double(), nothing.double()]
-    found = truth.errors([large, torch.tensor([2e-8, 0.0])], truths)
+    found = truth.errors([large, unit * torch.tensor([2e-8, 0.0])], truths)
     assert 0 < found.rms < found.max < 1.1e-8
-    assert truth.errors([large, torch.tensor([0.5, 0.0])], truths).max == pytest.approx(0.25)
-    small = torch.tensor([2e-9, 1e-9])  # small, but not zero
+    assert truth.errors([large, unit * torch.tensor([0.5, 0.0])], truths).max == pytest.approx(0.25)
+    small = unit * torch.tensor([2e-9, 1e-9])  # small, but not zero
     assert truth.errors([large, small * 2], [large.double(), small.double()]).max == pytest.approx(1.0)
+    assert truth.errors([large, torch.tensor([0.0, 0.5])], [large.double(), 0 * small.double()]).max == 0.5  # zero
     counts = torch.tensor([1, 0])
     found = truth.errors([large * 1e15, counts * 2], [large.double() * 1e15, counts])
     assert (found.others, found.whole) == (1, 2)

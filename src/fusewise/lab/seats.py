@@ -24,7 +24,7 @@ from .reason import reason
 
 #: The provider whose process runs no code but torch's and the problem's.
 EAGER = "fusewise.lab.providers.pytorch:Eager"
-#: After this many consecutive failures a provider is not restarted, if it has never run a problem or each one timed
+#: After this many consecutive failures a provider is not restarted, if it has never run a problem or the last one timed
 #: out. One that crashes on some problems loses only those.
 FAILURES_TO_GIVE_UP = 3
 #: Make glibc keep freed memory. Otherwise every CPU call would page-fault on its fresh outputs, which costs at least as
