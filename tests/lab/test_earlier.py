@@ -97,12 +97,13 @@ def test_other_values_are_of_the_same_range_and_order_and_only_the_first_stays(s
     assert (x != y).flatten().tolist() == [False, *[True] * (x.numel() - 1)]
     assert torch.equal(y.flatten().sort().values, y.flatten()) and torch.isin(y, x).all()
     assert torch.equal(x, torch.arange(math.prod(shape)).to(dtype).view(shape))
+    assert torch.equal(earlier.alter_floats(x.clone()), y if dtype.is_floating_point else x)  # indices fit together
 
 
-@pytest.mark.parametrize(("value", "other"), [(4.0, 3.0), (0.0, 0.75), (math.inf, math.inf)])
-@pytest.mark.parametrize("count", [0, 1, 2, 5])
-def test_other_values_of_a_constant_are_smaller_or_not_zero(value, other, count):
-    assert earlier.other(torch.full((count,), value)).tolist() == [other] * count
+@pytest.mark.parametrize(("value", "other"), [(4.0, 3.0), (0.0, 0.75), (math.inf, math.inf), (4, 4)])
+@pytest.mark.parametrize("shape", [(0,), (1,), (2,), (5,), (3, 0)])
+def test_other_values_of_a_constant_are_smaller_or_not_zero_and_integers_the_same(value, other, shape):
+    assert torch.equal(earlier.other(torch.full(shape, value)), torch.full(shape, other))
 
 
 class RemembersGradient(torch.autograd.Function):

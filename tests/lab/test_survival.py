@@ -258,6 +258,23 @@ def test_another_request_or_machine_is_no_resumption():
             folder.check_same(made, request, environment)
 
 
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("request", ["op", "cache", "seed", "rounds", "providers", "cases", "dtypes", "passes", "tasks"]),
+        ("machine", ["device_name", "cpu", "cores", "torch_threads", "python"]),
+    ],
+)
+def test_what_every_row_of_a_record_shares_is_kept(kind, names):
+    made = study_record([])
+    made.request["tasks"] = [{"case": "one"}]
+    for name in names:
+        request, environment = dict(made.request), dict(made.environment)
+        (request if kind == "request" else environment)[name] = [{"case": "another"}]
+        with pytest.raises(folder.Refused, match=f"must keep the {kind}'s {name}, got .*'another'.* after "):
+            folder.check_same(made, request, environment)
+
+
 def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
