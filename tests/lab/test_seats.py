@@ -295,7 +295,9 @@ def test_what_a_worker_is_told_as_it_starts(device, warm, flush, share, shared, 
     made.caches = tmp_path
     for seat in made.all:
         made.start(seat)
-    for (start, log, more), where, name in zip(begun, (seats.EAGER, "a:b"), ("eager.log", "a_b.log"), strict=True):
+    for (start, log, more), where, name in zip(
+        begun, (seats.EAGER, "a:b"), ("eager.log", "a_b-07f4401c.log"), strict=True
+    ):
         assert (start["provider"], start["device"], log) == (where, device, name)
         assert (start["flush_bytes"], start["device_memory_fraction"]) == (flush, share)
         assert (start["truths"], start["keeps_truths"]) == (str(made.truths) if shared else None, where == seats.EAGER)
