@@ -144,9 +144,8 @@ def copy_to(x: Tensor, to: Tensor) -> Tensor:
 
 def _copy(x: Tensor, to: Tensor) -> None:
     device_type, dtype = x.device.type, x.dtype
-    there = (
-        device_type in DEVICES and _choice.unavailable("triton", device_type, dtype) is None
-    )  # a CPU imports no Triton
+    # Asked only where it may serve: a call on a CPU imports no Triton.
+    there = device_type in DEVICES and _choice.unavailable("triton", device_type, dtype) is None
     fast = there and x.stride(1) == to.stride(1) == 1
     _choice.implementation("triton" if fast else "reference").copy_into(x, to)
 
