@@ -13,6 +13,7 @@ import fusewise
 from fusewise.integrations.thunder import executor
 from fusewise.lab.plugin import Missing
 from fusewise.lab.providers.thunder import imported
+from fusewise.nn import GatedLinear, RotaryEmbedding
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # from Thunder's imports
 
@@ -33,6 +34,10 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, requires_grad=True)
 
 
+ROTARY, ROTARY_BY_TABLE = RotaryEmbedding(16), RotaryEmbedding(16, table="cos_sin")
+UNIT = GatedLinear(8, 6, activation="silu")
+
+
 CASES: dict[str, tuple[Callable[..., Any], Callable[[], list[Tensor]]]] = {
     "rope": (
         lambda q, k: fusewise.rope(q * 2, k, **TABLE),
@@ -45,6 +50,9 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], list[Tensor]]]] = {
     "rope-deepseek": (
         lambda q: fusewise.rope(q, **TABLE, pairing="interleaved_to_half"), lambda: [normal(2, 8, 4, 16)],
     ),
+    "rope-module": (ROTARY, lambda: [normal(2, 8, 4, 16), normal(2, 8, 2, 16)]),
+    "rope-module-table": (ROTARY_BY_TABLE, lambda: [normal(2, 8, 4, 16), normal(2, 8, 2, 16)]),
+    "gated_linear-module": (UNIT, lambda: [normal(2, 5, 8)]),
     "geglu_linear": (
         lambda x, w, b: fusewise.geglu_linear(x + 1, w, b), lambda: [normal(2, 5, 8), normal(12, 8), normal(12)],
     ),
@@ -73,6 +81,24 @@ def test_results_and_gradients(thunder: Any, name: str) -> None:
         torch.testing.assert_close(ours, theirs)
     symbols = [bound.sym.name for bound in thunder.last_traces(jitted)[-1].bound_symbols]
     assert symbols.count(f"fusewise_{name.partition('-')[0]}") == 1
+
+
+@pytest.mark.parametrize("name", ["geglu_linear", "gated_linear", "gated_mlp"])
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+def test_autocast(thunder: Any, name: str, x_dtype: torch.dtype) -> None:
+    """In the dtype of `F.linear`, with the caller's weights in theirs, and float32 gradients of those."""
+    function, inputs = CASES[name]
+    x, *weights = inputs()
+    tensors = [x.detach().to(x_dtype).requires_grad_(), *weights]
+    jitted = thunder.jit(function, executors=[executor(), *thunder.get_default_executors()])
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = jitted(*tensors), function(*tensors)
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    assert torch.equal(ours, theirs)
+    dy = torch.randn_like(theirs)
+    for got, wanted in zip(*(torch.autograd.grad(y, tensors, dy) for y in (ours, theirs)), strict=True):
+        assert got.dtype == wanted.dtype
+        torch.testing.assert_close(got, wanted)
 
 
 def test_a_gradient_whose_features_are_not_contiguous(thunder: Any) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -83,6 +84,7 @@ def _add_gated(made: Any, function: Callable[..., Tensor], width: Callable[..., 
     from thunder.core.prims import get_grad, put_grad
     from thunder.core.proxies import TensorProxy
 
+    autocast: Any = import_module("thunder.transforms.autocast")
     name = f"fusewise_{function.__name__}"
 
     def meta(x: Any, *args: Any, **options: Any) -> Any:
@@ -102,6 +104,12 @@ def _add_gated(made: Any, function: Callable[..., Tensor], width: Callable[..., 
 
     symbol = made.register_operator(name, meta=meta, fn=function, replaces=function)
     backward_symbol = made.register_operator(f"{name}_backward", meta=backward_meta, fn=backward)
+
+    # A trace runs with autocast off: the casts are part of it, as those of `F.linear` are.
+    def under_autocast(*args: Any, dtype: Any, **options: Any) -> Any:
+        return symbol(*autocast.maybe_downcast_to(dtype, args), **autocast.maybe_downcast_to(dtype, options))
+
+    autocast.register_autocast_rule(symbol.id)(under_autocast)
 
     def gradient(*args: Any, **options: Any) -> Any:
         y = symbol(*args, **options)

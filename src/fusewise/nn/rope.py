@@ -220,8 +220,9 @@ class RotaryEmbedding(nn.Module):
             **self.options,
         }
         if self.table == "inv_freq":
-            if isinstance(q, Tensor) and q.is_meta != self.inv_freq.is_meta:  # the model was created on the meta device
-                self._restore(q.device)
+            # By getattr, as Thunder's proxies have no `is_meta`; by `device` it would take longer.
+            if isinstance(q, Tensor) and getattr(q, "is_meta", False) != getattr(self.inv_freq, "is_meta", False):
+                self._restore(q.device)  # the model was created on the meta device
             return {"inv_freq": self.inv_freq, "scale": self.scaling, **given}
         if dense:  # other invalid arguments are reported by `fusewise.rope`
             rows, dim = self.max_positions, layout_dims(self.options["layout"])[1]
