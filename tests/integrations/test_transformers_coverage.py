@@ -175,6 +175,46 @@ def test_a_call_that_our_function_does_not_support_is_the_models_own(
         assert all(map(torch.equal, model(*arguments), own))
 
 
+@pytest.mark.parametrize(
+    ("model", "shape", "last", "named"),
+    [
+        ("llama", (2, 0, 5, 8), (), {}),
+        ("llama", (2, 0, 5, 8), (), {"unsqueeze_dim": -3}),
+        ("llama", (2, 5, 0, 8), (2,), {}),
+        ("llama", (2, 5, 0, 8), (), {"unsqueeze_dim": -2}),
+        ("llama", (5, 0, 8), (), {"unsqueeze_dim": 1}),
+        ("exaone4_5", (5, 0, 8), (), {}),
+    ],
+)
+def test_q_and_k_of_different_heads_are_rotated_by_ours(
+    model: str, shape: tuple[int, ...], last: Any, named: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Grouped keys have fewer heads than q, before or behind the tokens (EXAONE's vision tower), but as many tokens."""
+    called: list[str] = []
+    module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
+    theirs = getattr(module, "apply_rotary_pos_emb" if model == "llama" else "apply_rotary_pos_emb_vision")
+
+    def apply(*args: Any, **options: Any) -> Any:
+        called.append(model)
+        return theirs(*args, **options)
+
+    class Attention(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+            return apply_rotary_tried(q, k, cos, sin, *last, **named)
+
+    monkeypatch.setitem(globals(), "apply_rotary_tried", apply)
+    attention = Attention()
+    q, k = (torch.randn([n or heads for n in shape]) for heads in (4, 2))
+    angles = torch.randn(*(n for n in shape[:-1] if n), 4)
+    tables = torch.cat((angles, angles), -1)
+    arguments = q, k, tables.cos(), tables.sin()
+    own = attention(*arguments)
+    with patch(attention):
+        called.clear()
+        torch.testing.assert_close(attention(*arguments), own)
+        assert not called
+
+
 def raises_index_error(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     raise IndexError("these tables have four dimensions")
 

@@ -236,11 +236,21 @@ def _or_own(ours: Forward, theirs: Forward) -> Forward:
         given = dict(zip(names, args, strict=False)) | named
         learned = any(given[name].requires_grad for name in ("cos", "sin", "freqs_cis") if name in given)
         q, k = given.get("q"), given.get("k")
-        of_tokens = -2 if given.get("unsqueeze_dim", 1) == 1 else -3
+        of_tokens = _tokens_dim(given, 1 if "unsqueeze_dim" in names else -2)
         fewer = q is not None and k is not None and q.shape[of_tokens] != k.shape[of_tokens]
         return (theirs if learned or fewer else ours)(*args, **named)
 
     return apply_rotary
+
+
+def _tokens_dim(given: dict[str, Any], unsqueeze_dim: int) -> int:
+    """The dimension of the tokens of q and k: the last but one, unless the heads are inserted there into the tables."""
+    rows, cos = given.get("position_ids"), given.get("cos")
+    # An int is unsqueeze_dim, the fifth argument in transformers 5.
+    heads: int = rows if isinstance(rows, int) else given.get("unsqueeze_dim", unsqueeze_dim)
+    if heads >= 0 and cos is not None:
+        heads -= 1 + (3 if isinstance(rows, Tensor) else cos.dim())
+    return -3 if heads == -2 else -2
 
 
 # Every rotary function of `fusewise.compat.transformers` with the layout of q and k and the format of its tables. One
