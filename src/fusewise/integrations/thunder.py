@@ -5,13 +5,14 @@
 
     step = thunder.jit(function, executors=[executor(), *thunder.get_default_executors()])
 
-`fusewise.rope`, `geglu_linear`, `gated_linear` and `gated_mlp` become symbols of the trace if the executor is passed;
-without it nothing changes, as there is no global state. The backward of RoPE is `rope` itself with the inverse
-rotation; q and k are not saved. The backward of a gated unit saves only its inputs and recomputes the forward, whatever
-`save` is, since Thunder decides what a trace saves; it computes the gradients of all tensors, wanted or not.
+`fusewise.rope`, `geglu_linear`, `gated_linear` and `gated_mlp` become symbols of the trace where the executor is passed,
+the gated units under autocast in the dtype of `F.linear`; elsewhere nothing changes. The backward of RoPE is `rope`
+itself with the inverse rotation; q and k are not saved. The backward of a gated unit saves only its inputs and
+recomputes the forward, whatever `save` is, since Thunder decides what a trace saves; it computes the gradients of all
+tensors, wanted or not.
 
-`rope_` and `out=`, which mutate tensors, cannot be traced. Nor can `nn.GatedMLP` and the gated MLPs of
-`fusewise.compat`, which inspect the strides of their weights: call `gated_mlp` with the weights.
+`rope_` and `out=`, which mutate tensors, cannot be traced, nor can `qk_norm_rope` and `rope_and_cache_`, nor `nn.GatedMLP`
+and the gated MLPs of `fusewise.compat`, which inspect the strides of their weights: call `gated_mlp` with the weights.
 """
 
 from __future__ import annotations
