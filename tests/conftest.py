@@ -79,6 +79,44 @@ def _without_dead_checks() -> None:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
+def _within_arguments() -> None:
+    """Every access of an interpreted kernel must be within a tensor that it was given, from its first element to the end of its
+    last: beyond, a GPU may fault, and mostly reads what changes no result.
+    """
+    from triton.runtime import interpreter
+
+    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+    arguments, load, store = executor._init_args_hst, builder.create_masked_load, builder.create_masked_store
+    extents: list[tuple[int, int]] = []
+
+    def arguments_and_extents(self: Any, args: Any, kwargs: Any) -> Any:
+        hosts = arguments(self, args, kwargs)
+        given = [getattr(x, "base", x) for x in (*hosts[0], *hosts[1].values())]
+        tensors = [x for x in given if isinstance(x, torch.Tensor) and x.numel()]
+        lasts = [sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) for x in tensors]
+        ends = [x.data_ptr() + (last + 1) * x.element_size() for x, last in zip(tensors, lasts, strict=True)]
+        extents[:] = {(x.data_ptr(), end) for x, end in zip(tensors, ends, strict=True)}
+        return hosts
+
+    def check(ptrs: Any, mask: Any) -> None:
+        size = max(ptrs.get_element_ty().primitive_bitwidth // 8, 1)
+        addresses = ptrs.data[mask.data]
+        for start, end in extents:
+            addresses = addresses[(addresses < start) | (addresses + size > end)]
+        assert not addresses.size, f"{addresses.size} accesses outside of the arguments, the first at {addresses[0]:#x}"
+
+    def checked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **options: Any) -> Any:
+        check(ptrs, mask)
+        return load(self, ptrs, mask, *rest, **options)
+
+    def checked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        check(ptrs, mask)
+        return store(self, ptrs, value, mask, *rest)
+
+    executor._init_args_hst = arguments_and_extents
+    builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
+
+
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["FUSEWISE_TUNED"] = "0"  # test the code, not what was tuned on this machine
     # Read when torch is loaded, so for the test processes of `-n`, and for children. They share cores, so a thread that waits
@@ -94,6 +132,7 @@ def pytest_configure(config: pytest.Config) -> None:
             _mend_interpreter()
         _patch_once()
         _without_dead_checks()
+        _within_arguments()
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "gpu_memory(gib): needs so much of a GPU's memory that it runs alone of them")
     config.addinivalue_line("markers", "interpreter: runs a kernel in Triton's interpreter (TRITON_INTERPRET=1)")
