@@ -83,6 +83,22 @@ def test_a_key_that_is_only_read_may_share_its_heads() -> None:
 
 
 @every_place
+@pytest.mark.parametrize("index", range(5), ids=["q", "k", "v", "key_cache", "value_cache"])
+def test_one_of_the_tensors_may_have_odd_strides(index: int, place: Place) -> None:
+    """The others are multiples of 16, and a kernel may read the strides of all in one unit."""
+    require(place, torch.float32)
+    made = make(CASES["vllm"], place.device)
+    even, odd = (list(made.copy()[0].written()) for _ in range(2))
+    x = odd[index]
+    odd[index] = x.new_empty(*x.shape[:-1], x.shape[-1] + 1)[..., :-1].copy_(x)
+    for tensors in (even, odd):
+        one = Made(*tensors, made.kwargs)
+        fusewise.rope_and_cache_(one.q, one.k, one.v, **one.arguments(), impl=place.impl)
+    for x, other in zip(even, odd, strict=True):
+        assert_bits(x, other)
+
+
+@every_place
 def test_one_of_the_tokens_of_a_slot_is_cached(place: Place) -> None:
     """If several tokens have the same slot, each element comes from one of them, and no other slot is written."""
     require(place, torch.float32)

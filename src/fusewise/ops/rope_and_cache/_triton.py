@@ -61,7 +61,7 @@ def arguments(problem: CacheProblem, processors: int) -> tuple[int, dict[str, An
         stride_table_b=rotation.table_strides[0] // table_unit, stride_table_r=rotation.table_strides[1] // table_unit,
         stride_pos_a=rotation.position_strides[0], stride_pos_b=rotation.position_strides[1],
         stride_pos_t=rotation.position_strides[2],
-        table_rows=rotation.rows, scale=spec.scale, tokens=max(rotation.tokens, 1), batches=max(rotation.batch, 1),
+        table_rows=rotation.rows, scale=spec.scale, tokens=rotation.tokens, batches=rotation.batch,
         token_magic=token_magic, token_shift=token_shift, sequences=sequences, search_steps=sequences.bit_length(),
         mapped=problem.mapped, count=problem.blocks * problem.block_size,
         table_blocks=0 if table is None else table.shape[1], size=size, size_magic=size_magic, size_shift=size_shift,

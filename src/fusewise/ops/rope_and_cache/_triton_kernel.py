@@ -64,7 +64,7 @@ def _place_of(batch, token, mask, slots, positions, FORM: tl.constexpr, POSITION
             sequence = token
         if FORM.PLACES == "table":
             mask = mask & (position >= 0) & (position < slots.size.to(tl.int64) * slots.table_blocks)
-            position = tl.where(mask, position, 0).to(tl.int32)
+            position = position.to(tl.int32)
             nth = quotient(position, slots.size_magic, slots.size_shift)
             index = sequence.to(tl.int64) * slots.stride_row + nth.to(tl.int64) * slots.stride_nth
             block = tl.load(slots.block_table_ptr + index, mask, -1).to(tl.int64)
@@ -75,7 +75,7 @@ def _place_of(batch, token, mask, slots, positions, FORM: tl.constexpr, POSITION
                 (position >= 0) & (position < slots.size), sequence.to(tl.int64) * slots.size + position, -1
             )
     there = mask & (slot >= 0) & (slot < slots.count)
-    slot = tl.where(there, slot, 0).to(tl.int32)
+    slot = slot.to(tl.int32)
     block = quotient(slot, slots.size_magic, slots.size_shift)
     return block.to(tl.int64), (slot - block * slots.size).to(tl.int64), there
 
