@@ -52,7 +52,7 @@ CASES = [
     case("leading", head_dim=24, rotary_dim=10), case("trailing", GEMMA, head_dim=24, rotary_dim=10, options={"rotary_start": -10}),
     case("middle", ALL, head_dim=24, rotary_dim=10, options={"rotary_start": 5}),
     *[case(pairing, GEMMA, pairing=pairing) for pairing in ("interleaved", "interleaved_to_half", "half_to_interleaved")],
-    case("interleaved-leading", ALL, pairing="interleaved", head_dim=24, rotary_dim=8),
+    case("interleaved-24", pairing="interleaved", head_dim=24), case("interleaved-leading", ALL, pairing="interleaved", head_dim=24, rotary_dim=8),
     case("deepseek", pairing="interleaved_to_half", head_dim=24, rotary_dim=8, options={"rotary_start": -8}),
     # tables and positions
     *[case(table, table=table) for table in ("fused", "duplicated", "angles", "inv_freq", "half-batched", "strided")],
@@ -60,6 +60,7 @@ CASES = [
     case("offset", options={"offset": 7}), case("offsets", options={"offset": torch.tensor([3, 70], dtype=I32)}),
     case("ids", ALL, options={"positions": torch.tensor([[5, 0, 63, 64, -1], [1, 2, 3, 4, 9]])}),
     case("ids-out-of-table", options={"positions": torch.tensor([0, 64, 1, -1, 2], dtype=I32)}),
+    case("last-row", head_dim=24, options={"positions": torch.tensor([63, 0, 62, 1, 63])}),
     case("sections", options={"positions": torch.arange(30).view(3, 2, 5), "sections": (4, 2, 2), "sections_interleaved": True}),
     case("packed-sequences", layout="thd", tokens=9, options={"cu_seqlens": torch.tensor([0, 4, 6], dtype=I32)}),
     case("packed-to-half", ALL, layout="thd", tokens=9, pairing="interleaved_to_half", options={"cu_seqlens": torch.tensor([0, 4, 6], dtype=I64)}),
@@ -105,11 +106,14 @@ def test_programs_with_several_tiles(place: Place, norm: str, monkeypatch: pytes
     from fusewise.ops.qk_norm_rope import _triton
 
     monkeypatch.setattr(_triton, "_processors", lambda x: 1)
-    made = build(NormCase(Case(name="tiles", batch=1, tokens=37, heads=3, kv_heads=1), norm, 1.0), place.device)
+    made = build(
+        NormCase(Case(name="tiles", batch=1, tokens=37, heads=3, kv_heads=1), norm, 1.0, eps=0.0), place.device
+    )
     check(made, "triton")
-    config = _triton.Config((_triton.rope.Tile(2, 4), _triton.rope.Tile(8, 1)), 4, 2)
-    monkeypatch.setattr(_triton, "choose", lambda *_: config)
-    check(made, "triton")
+    for blocks in ((2, 8), (8, 2)):
+        tiles = _triton.rope.Tile(blocks[0], 4), _triton.rope.Tile(blocks[1], 1)
+        monkeypatch.setattr(_triton, "choose", lambda *_, tiles=tiles: _triton.Config(tiles, 4, 2))
+        check(made, "triton")
 
 
 @pytest.mark.parametrize("place", places())
