@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,16 +100,18 @@ def test_long_offsets_are_the_same_kernel(place: Place, norm: str, monkeypatch: 
 
 @pytest.mark.parametrize("place", places())
 @pytest.mark.parametrize("norm", ["head", "all"])
-def test_programs_with_several_tiles(place: Place, norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rotary_dim", [None, 8])
+def test_programs_with_several_tiles(
+    place: Place, norm: str, rotary_dim: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a device of one SM: programs process several tiles, the last one with fewer rows."""
     if place.impl != "triton":
         pytest.skip("only Triton's kernels have programs")
     from fusewise.ops.qk_norm_rope import _triton
 
     monkeypatch.setattr(_triton, "_processors", lambda x: 1)
-    made = build(
-        NormCase(Case(name="tiles", batch=1, tokens=37, heads=3, kv_heads=1), norm, 1.0, eps=0.0), place.device
-    )
+    case = Case(name="tiles", batch=1, tokens=37, heads=3, kv_heads=1, rotary_dim=rotary_dim)
+    made = build(NormCase(case, norm, 1.0, eps=0.0), place.device)
     check(made, "triton")
     for blocks in ((2, 8), (8, 2)):
         tiles = _triton.rope.Tile(blocks[0], 4), _triton.rope.Tile(blocks[1], 1)
@@ -127,6 +130,17 @@ def test_nothing_to_do(place: Place, empty: dict[str, int], norm: str) -> None:
     for x, weight, of_weight in zip(made.xs, made.weights, gradients[2:], strict=True):
         assert of_weight.shape == weight.shape
         assert (of_weight == 0).all() or x.numel()
+
+
+@pytest.mark.parametrize("place", places())
+@pytest.mark.parametrize("index", range(4), ids=["q", "k", "dq", "dk"])
+def test_one_of_the_tensors_may_have_odd_strides(index: int, place: Place) -> None:
+    """The others are multiples of 16, and a kernel may read the strides of all in one unit."""
+    made = build(NormCase(Case(name="odd")), place.device)
+    tensors = [*made.xs, *made.dys]
+    x = tensors[index]
+    tensors[index] = x.new_empty(*x.shape[:-1], x.shape[-1] + 1)[..., :-1].copy_(x)
+    check(replace(made, xs=tuple(tensors[:2]), dys=tuple(tensors[2:])), place.impl)
 
 
 @pytest.mark.parametrize("place", places())
