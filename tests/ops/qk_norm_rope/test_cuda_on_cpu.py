@@ -47,7 +47,7 @@ OF_TRITON = [
     "weight-fp16", "misaligned", "odd", "shared-key", "leading", "trailing", "middle", "interleaved_to_half", "half_to_interleaved",
     "deepseek", "angles", "inv_freq", "half-batched", "strided", "scaled", "offsets", "sections", "packed-sequences",
     "packed-to-half", "context-parallel", "width-2", "width-6", "width-512", "row-in-steps", "wide-head", "wide-partial-head",
-    "aligned-by-eight",
+    "aligned-by-eight", "wider-key",
 ]  # fmt: skip
 
 

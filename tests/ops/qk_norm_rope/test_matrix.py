@@ -49,6 +49,7 @@ CASES = [
     case("more-k-than-q", heads=1, kv_heads=6), case("more-k-than-q-all", ALL, heads=1, kv_heads=6),
     *[case(f"width-{d}", head_dim=d, tokens=2) for d in (2, 6, 56, 72, 80, 96, 112, 160, 192, 512)],
     case("shared-key", head_dim=24, k_head_dim=16, rotary_dim=16, kv_heads=1, options={"rotary_start": -16}),
+    case("wider-key", head_dim=16, k_head_dim=24, rotary_dim=16, kv_heads=1),
     # widths and pairings
     case("leading", head_dim=24, rotary_dim=10), case("trailing", GEMMA, head_dim=24, rotary_dim=10, options={"rotary_start": -10}),
     case("middle", ALL, head_dim=24, rotary_dim=10, options={"rotary_start": 5}),
