@@ -207,7 +207,7 @@ def test_group_rows_fill_times_shares_and_clocks():
         turn |= {"host_us": 5.0 + i, "clocks": {"sm_mhz": 1000 + i, "throttle": 1 << i}}
     rows, _ = analysis.group_rows(
         [row("floor-copy", error=None), row("eager"), row("liger", "missing")],
-        [measurement("floor-copy", [[11.0]] * 4), eager],
+        [measurement("floor-copy", [[11.0]] * 4), eager, measurement("liger", [])],
     )
     floor, timed, missing = rows
     assert floor.verdict_vs_best_other is None
@@ -236,10 +236,20 @@ def test_the_aa_pair_is_no_row_and_no_rival():
     assert comparisons[0]["noise"] == pytest.approx(0.9)
 
 
+@pytest.mark.parametrize("original", [[], [[10.0]] * 2])
+def test_half_an_aa_pair_tells_no_noise(original):
+    names = ("eager#2", "right", "liger")
+    measurements = [measurement("eager", original), *(measurement(name, [[10.0]] * 5) for name in names)]
+    rows, comparisons = analysis.group_rows([row("eager", "failed"), row("right"), row("liger")], measurements)
+    assert [r.verdict_vs_best_other for r in rows] == [None, "ambiguous", "ambiguous"]
+    assert all(c["noise"] is None for c in comparisons)
+
+
 @pytest.mark.parametrize(
     ("provider", "eager", "calls"),
     [
         ({"device_us": 10.0, "first_call_s": 2.0}, {"device_us": 20.0, "first_call_s": 1.0}, 100_001),
+        ({"device_us": 19.5, "first_call_s": 2.0}, {"device_us": 20.0, "first_call_s": 1.0}, 2_000_001),
         ({"device_us": 20.0, "first_call_s": 2.0}, {"device_us": 20.0, "first_call_s": 1.0}, math.inf),
         ({"device_us": 20.0, "first_call_s": 1.0}, {"device_us": 20.0, "first_call_s": 1.0}, 1),
         # back to back, calls take the longer of device and host time

@@ -235,8 +235,8 @@ def group_rows(
             comparisons.append(compared(twin, original, same, None))
     times = {name: time for name, time in times.items() if name not in twins}
     # With unknown FLOPs it is the time of the bytes, which no implementation can go below either.
-    first = rows[0] if rows else None
-    limit = limits(times, known_limits(machine, first), intensity(first), moves=first.bytes_min != 0) if first else None
+    first = rows[0]
+    limit = limits(times, known_limits(machine, first), intensity(first), moves=first.bytes_min != 0)
     by_name = {m.provider: m for m in measurements}
     finished = []
     for row in rows:
