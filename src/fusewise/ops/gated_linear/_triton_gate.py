@@ -1,17 +1,20 @@
 """Elementwise Triton kernels of the gated linear unit (gate, its gradient, copies): configurations, arguments and launch.
 
-The kernels are in `_triton_kernel.py`.
+The kernels are in `_triton_kernel.py`. A repeated call is launched by its bound arguments, see `_start`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import triton
 from torch import Tensor
 
 from ..._shared.gpu import processors_of
-from ..._shared.triton_launch import launch
+from ..._shared.memo import Memo
+from ..._shared.triton_launch import launch, launch_bound, launches_directly
 from ._gate_config import GateConfig, gate_space
 from ._problem import stride_unit
 from ._triton_kernel import copy_kernel, gate_gradient_kernel, gate_kernel
@@ -19,7 +22,10 @@ from ._triton_kernel import copy_kernel, gate_gradient_kernel, gate_kernel
 #: Configuration of copies: 16 elements per thread in flight.
 COPY = GateConfig(8, 8, 512, 8)
 
+Called = tuple[int, dict[str, Any]]  # a grid's size and all arguments of its kernel, the tensors first
 
+
+@lru_cache(4096)
 def choose_gate(rows: int, hidden: int, processors: int, *, sums: bool) -> GateConfig:
     """Configuration of the elementwise kernel: few rows per program, which the hardware balances; with `sums` more, so that
     few partial sums are left to reduce, but enough programs for every SM."""
@@ -41,7 +47,7 @@ def gate_configurations(rows: int, hidden: int, processors: int, *, sums: bool) 
 def gate_arguments(
     dy: Tensor, preact: tuple[Tensor, Tensor], dpreact: tuple[Tensor, Tensor], config: GateConfig, activation: str,
     dbias: Tensor | None,
-) -> tuple[int, dict[str, Any]]:  # fmt: skip
+) -> Called:  # fmt: skip
     """Grid size and all arguments of `gate_gradient_kernel`."""
     rows, hidden = dy.shape
     step = stride_unit(dy, *preact, *dpreact)
@@ -54,18 +60,40 @@ def gate_arguments(
     }  # fmt: skip
 
 
+# Bound launches: a compiled kernel with its grid, and the arguments after its tensors, by everything that these depend on.
+_PLANS: Memo[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = Memo(4096)
+
+
+def _start(
+    kernel: Any, tensors: tuple[Tensor, ...], config: GateConfig, about: tuple[Any, ...], called: Callable[[], Called]
+) -> None:
+    """Launch a kernel whose arguments are `tensors` and others; `called` returns all, and `about` is what the others depend on
+    besides. Triton's launcher specializes arguments on every call; to cut that host overhead, a repeated call finds them
+    bound and only passes addresses and the stream."""
+    device = tensors[0].get_device()
+    addresses = [x.data_ptr() for x in tensors]
+    # Bound launches assume addresses aligned to 16 bytes; the rare others go through Triton's dispatcher.
+    direct = launches_directly() and not any(address & 15 for address in addresses)
+    key = (kernel, device, config, *about, *[(x.dtype, x.shape, x.stride()) for x in tensors])
+    plan = _PLANS.get(key) if direct else None
+    if plan is not None:
+        run, rest = plan
+        return launch_bound(run, device, *addresses, *rest)
+    grid, arguments = called()
+    compiled = launch(kernel, grid, arguments, device, num_warps=config.num_warps)
+    if direct and compiled is not None:
+        _PLANS[key] = compiled[(grid, 1, 1)], tuple(arguments.values())[len(tensors) :]
+
+
 def gate(u: Tensor, g: Tensor, y: Tensor, activation: str) -> None:
     """The gate on its own, and its gradient; see `_gate.py`."""
     rows, hidden = u.shape
-    device = u.get_device()
-    config = choose_gate(rows, hidden, processors_of(device), sums=False)
-    grid, arguments = forward_gate_arguments(u, g, y, config, activation)
-    launch(gate_kernel, grid, arguments, device, num_warps=config.num_warps)
+    config = choose_gate(rows, hidden, processors_of(u.get_device()), sums=False)
+    called = partial(forward_gate_arguments, u, g, y, config, activation)
+    _start(gate_kernel, (u, g, y), config, (activation,), called)
 
 
-def forward_gate_arguments(
-    u: Tensor, g: Tensor, y: Tensor, config: GateConfig, activation: str
-) -> tuple[int, dict[str, Any]]:
+def forward_gate_arguments(u: Tensor, g: Tensor, y: Tensor, config: GateConfig, activation: str) -> Called:
     """Grid size and all arguments of `gate_kernel`."""
     rows, hidden = u.shape
     step = stride_unit(u, g, y)
@@ -87,11 +115,12 @@ def start_gradient(
     dbias: Tensor | None,
 ) -> None:  # fmt: skip
     """Launch the kernel, with partial sums of du and dg per `config.rows` rows in dbias if it is given."""
-    grid, arguments = gate_arguments(dy, preact, dpreact, config, activation, dbias)
-    launch(gate_gradient_kernel, grid, arguments, dy.get_device(), num_warps=config.num_warps)
+    tensors = (*preact, dy, *dpreact, dy if dbias is None else dbias)
+    called = partial(gate_arguments, dy, preact, dpreact, config, activation, dbias)
+    _start(gate_gradient_kernel, tensors, config, (activation, dbias is None), called)
 
 
-def copy_arguments(x: Tensor, to: Tensor) -> tuple[int, dict[str, Any]]:
+def copy_arguments(x: Tensor, to: Tensor) -> Called:
     """Grid size and all arguments of `copy_kernel`."""
     (rows, columns), (to_rows, to_columns) = x.shape, to.shape
     step = stride_unit(x, to)
@@ -104,5 +133,4 @@ def copy_arguments(x: Tensor, to: Tensor) -> tuple[int, dict[str, Any]]:
 
 def copy_into(x: Tensor, to: Tensor) -> None:
     """As in `reference.py`."""
-    grid, arguments = copy_arguments(x, to)
-    launch(copy_kernel, grid, arguments, to.get_device(), num_warps=COPY.num_warps)
+    _start(copy_kernel, (x, to), COPY, (), partial(copy_arguments, x, to))
