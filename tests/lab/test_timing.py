@@ -428,7 +428,7 @@ def test_cuda_times_the_device_and_not_the_host():
     direct = timer.turn(Work(lambda i: i, lambda _: x.mul_(1.0)), samples=4, calls=1)
     assert turn.held
     assert direct.held
-    assert sorted(turn.device_us)[1] == pytest.approx(sorted(direct.device_us)[1], rel=0.1)
+    assert min(turn.device_us) == pytest.approx(min(direct.device_us), rel=0.1)  # other processes may use the GPU, too
     assert turn.host_us > 2000 > direct.host_us
 
 
