@@ -328,6 +328,26 @@ def test_a_layer_is_of_the_default_device_and_of_real_memory() -> None:
     assert get_rope(D, 21) is layer
 
 
+DEALT = {"mrope_section": [4, 6, 6], "mrope_interleaved": True}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "dtype"),
+    [
+        *[(table[0], None) for table in TABLES.values()],
+        *[({"rope_type": kind, **DEALT}, None) for kind in ("openpangu", "bailing_mrope")],
+        ({"rope_type": "xdrope", "alpha": 2.0, "xdrope_section": [4] * 4}, None),
+        ({"rope_type": "mllama4", "rope_dim": D // 2}, torch.complex64),
+    ],
+)
+def test_every_layer_can_be_built_on_the_default_device(parameters: Any, dtype: Any) -> None:
+    """As vLLM builds a model, within `torch.device("cuda")`."""
+    LAYERS.clear()
+    with torch.device("meta"):
+        assert all(x.is_meta for x in get_rope(D, ROWS, True, parameters, dtype).buffers())
+    LAYERS.clear()
+
+
 def test_a_layer_made_in_inference_mode_serves_gradients() -> None:
     LAYERS.clear()
     with torch.inference_mode():

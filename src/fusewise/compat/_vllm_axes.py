@@ -300,9 +300,9 @@ class Llama4VisionRotaryEmbedding(RotaryEmbedding):
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
 
     def _compute_cos_sin_cache(self) -> Tensor:
-        patches = torch.arange(self.max_position_embeddings)
-        edge = math.isqrt(self.max_position_embeddings)
         inv_freq = self._compute_inv_freq(self.base)
+        patches = torch.arange(self.max_position_embeddings, device=inv_freq.device)  # not the default device
+        edge = math.isqrt(self.max_position_embeddings)
         angles = torch.cat([(at + 1).double()[:, None] * inv_freq for at in (patches % edge, patches // edge)], -1)
         angles = torch.cat((angles, torch.zeros_like(angles[:1])))
         return torch.polar(torch.ones_like(angles), angles)[:, None]
