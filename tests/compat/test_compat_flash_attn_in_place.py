@@ -64,6 +64,20 @@ def test_a_hook_may_bring_back_the_tables_in_another_dtype(form: str) -> None:
     torch.testing.assert_close(torch.autograd.grad(y.pow(3).sum(), x), want)
 
 
+@pytest.mark.parametrize(
+    "made", [lambda x: x, lambda x: x.view(x.shape), lambda x: x * 1], ids=["leaf", "view", "product"]
+)
+@pytest.mark.parametrize("form", IN_PLACE)
+def test_a_result_is_rotated_in_place_again(form: str, made: Any) -> None:
+    shape, function = IN_PLACE[form]
+    tables, x = (table(), table(seed=1)), randn(*shape).requires_grad_()
+    other, g = x.detach().clone().requires_grad_(), randn(*shape)
+    want = function(function(other.clone(), *tables).clone(), *tables)
+    y = function(function(made(x), *tables), *tables)
+    assert torch.equal(y, want)
+    torch.testing.assert_close(torch.autograd.grad(y, x, g), torch.autograd.grad(want, other, g))
+
+
 @pytest.mark.parametrize("form", ["view of the whole", "slice", "view of a leaf"])
 def test_in_place_through_a_view(form: str) -> None:
     cos, sin = table()

@@ -33,10 +33,11 @@ def rotate_in_place(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tup
         _rotate_parts(x, None, parts, call, tables_k)
         return x
     covered = x
-    if x._is_view():
+    if x._is_view() and _alone(x):
         # If x is a view of all of its base, as the output of a projection is, record the write on the base: recorded on
         # a view, autograd would copy the gradient of the base. The result is then a view too, like x. If the base does
-        # not require grad, a view of it was set to later; then record on the view.
+        # not require grad, a view of it was set to later; then record on the view. So too if x is the result of such a
+        # call on a leaf: its graph leads through that call, the base's does not.
         base = x._base
         if base is not None and base.requires_grad and base.dtype == x.dtype and base.numel() == x.numel():
             covered = base if base.is_contiguous() and x.is_contiguous() else x
