@@ -79,8 +79,8 @@ def test_tables_of_64_bits(dtype: torch.dtype) -> None:
         ({"use_real_unbind_dim": 0}, "use_real_unbind_dim must be -1 or -2, got 0; "),
         ({"freqs_cis": torch.ones(T, D)}, "freqs_cis must be (cos, sin), got Tensor; "),
         ({"freqs_cis": (torch.ones(T, D), torch.ones(T, 8))}, "sin must have shape (1 | S, D) = (1 | 5, 16), got (5, 8); "),
-        ({"freqs_cis": torch.ones(T, 8), "use_real": False}, "freqs_cis must have shape (1 | B, S, D / 2) of x, (4, 8), got (5, 8)"),
-        ({"freqs_cis": torch.ones(HQ, 8), "use_real": False}, "freqs_cis must have shape (1 | B, S, D / 2) of x, (4, 8), got (4, 8)"),
+        ({"freqs_cis": torch.ones(T, 8), "use_real": False}, "freqs_cis must have shape (1 | B, S, D / 2) = (1 | 2, 4, 8), got (5, 8)"),
+        ({"freqs_cis": torch.ones(HQ, 8), "use_real": False}, "freqs_cis must have shape (1 | B, S, D / 2) = (1 | 2, 4, 8), got (4, 8)"),
         ({"x": torch.ones(T, D)}, "x must have at least 3 dimensions, got shape (5, 16); "),
     ],
 )  # fmt: skip

@@ -43,7 +43,7 @@ def apply_rotary_emb(
     """
     op = "apply_rotary_emb"
     if not flag(op, "use_real", use_real):
-        return _rotated_by_complex(op, x, freqs_cis, 3)
+        return _rotated_by_complex(op, x, freqs_cis, batched=True)
     if whole(op, "sequence_dim", sequence_dim) not in (1, 2):
         fail(op, "sequence_dim", "be 1 or 2", sequence_dim, "name the dimension of the tokens")
     return _rotated_by_pairs(op, x, freqs_cis, use_real_unbind_dim, "bhsd" if sequence_dim == 2 else "bshd")
@@ -58,7 +58,7 @@ def apply_rotary_emb_qwen(x: Tensor, freqs_cis: Any, use_real: bool = True, use_
     """
     op = "apply_rotary_emb_qwen"
     if not flag(op, "use_real", use_real):
-        return _rotated_by_complex(op, x, freqs_cis, 2)
+        return _rotated_by_complex(op, x, freqs_cis, batched=False)
     return _rotated_by_pairs(op, x, freqs_cis, use_real_unbind_dim, "bhsd")
 
 
@@ -77,12 +77,13 @@ def _rotated_by_pairs(op: str, x: Tensor, tables: Any, unbind_dim: int, layout: 
     return rotated(op, x, cos, sin, layout, "interleaved" if unbind_dim == -1 else "half", rotary_dim=width)
 
 
-def _rotated_by_complex(op: str, x: Tensor, freqs_cis: Tensor, dims: int) -> Tensor:
-    """Rotate x (B, S, H, D) by complex freqs_cis with `dims` dimensions and no head dimension."""
-    shape, freqs = shape_of(op, "x", x, 4), shape_of(op, "freqs_cis", freqs_cis)
-    if len(freqs) != dims or freqs[-2:] != (shape[1], shape[3] // 2):
-        wanted = f"have shape ({'1 | B, ' if dims == 3 else ''}S, D / 2) of x, {(shape[1], shape[3] // 2)}"
-        fail(op, "freqs_cis", wanted, tuple(freqs), "pass that of the tokens of x")
+def _rotated_by_complex(op: str, x: Tensor, freqs_cis: Tensor, batched: bool) -> Tensor:
+    """Rotate x (B, S, H, D) by complex freqs_cis ((1 | B,) S, D / 2), with the batch dimension or without."""
+    batch, tokens, _, width = check_shape(op, "x", x, *_BSHD)
+    form, sizes = (
+        ("(1 | B, S, D / 2)", ((1, batch), tokens, width // 2)) if batched else ("(S, D / 2)", (tokens, width // 2))
+    )
+    check_shape(op, "freqs_cis", freqs_cis, form, sizes, OF_TOKENS)
     return by_complex(x, freqs_cis, "bshd")
 
 
