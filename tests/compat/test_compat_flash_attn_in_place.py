@@ -109,12 +109,15 @@ def test_in_place_through_a_view(form: str) -> None:
         assert_gradient(packed.flatten(2), source, lambda x: statement(x, 2))
 
 
+@pytest.mark.parametrize("of_a_leaf", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_in_place_on_a_leaf_that_views_a_tensor_without_gradient(dtype: torch.dtype) -> None:
+def test_in_place_on_a_leaf_that_views_a_tensor_without_its_gradient(dtype: torch.dtype, of_a_leaf: bool) -> None:
     cos, sin = (t.to(dtype) for t in table())
-    base = randn(B * T, H, D).to(dtype)
-    before = base.clone().view(B, T, H, D)
-    x = base.view(B, T, H, D).requires_grad_()
+    base = randn(B * T, H, D).to(dtype).requires_grad_(of_a_leaf)
+    before = base.detach().clone().view(B, T, H, D)
+    with torch.set_grad_enabled(not of_a_leaf):
+        x = base.view(B, T, H, D)
+    x.requires_grad_()
 
     def statement(x: Tensor) -> Tensor:
         return rotate(x, rows(cos, 0), rows(sin, 0))
