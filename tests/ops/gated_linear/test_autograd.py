@@ -187,9 +187,12 @@ def test_the_result_may_be_modified_in_place(name: str, shape: tuple[int, ...], 
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("where", ["gate", "products"])
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("mlp", [False, True])
-def test_a_backward_that_failed_midway_does_not_go_on(mlp: bool, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_that_failed_midway_does_not_go_on(
+    mlp: bool, apart: bool, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By then the gradient has overwritten the pre-activations and would be mistaken for them."""
     x, weight, bias = leaves()
     if apart:
@@ -200,12 +203,16 @@ def test_a_backward_that_failed_midway_does_not_go_on(mlp: bool, apart: bool, mo
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patched:
+        if where == "gate":
+            patched.setattr(_op, "op_down_grad_" if mlp else "op_grad_", fail)
         for product in ("product", "transposed"):
             patched.setattr(_products, product, fail)
         with pytest.raises(torch.OutOfMemoryError):
             y.sum().backward()
     freed = "backward through the graph a second time"
-    with pytest.raises(RuntimeError, match=freed if apart and not mlp else "modified by an inplace operation"):
+    with pytest.raises(
+        RuntimeError, match=freed if apart and where == "products" and not mlp else "modified by an inplace operation"
+    ):
         y.sum().backward()
 
 
@@ -274,12 +281,18 @@ def test_a_hook_must_bring_back_shape_and_device(op: str, wrong: Any) -> None:
         y.sum().backward()
 
 
-def test_a_checkpoint_overwrites_what_it_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hooks of torch's own checkpoint use saved tensors only once."""
+@pytest.mark.parametrize("how", ["checkpoint", "save_on_cpu"])
+def test_what_hooks_of_torch_keep_for_backward_alone_is_overwritten(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They use saved tensors only once."""
     inputs, answers = leaves(), []
     ask = _autograd.may_overwrite
     monkeypatch.setattr(_autograd, "may_overwrite", lambda *args: answers.append(ask(*args)) or answers[-1])
-    checkpoint(geglu_linear, *inputs, use_reentrant=False).sum().backward()
+    if how == "checkpoint":
+        y = checkpoint(geglu_linear, *inputs, use_reentrant=False)
+    else:
+        with torch.autograd.graph.save_on_cpu():
+            y = geglu_linear(*inputs)
+    y.sum().backward()
     assert answers == [True]
 
 

@@ -59,7 +59,8 @@ def test_activations_are_exact_to_a_few_units_in_the_last_place(activation: str)
     assert float(error.max()) <= 2e-7 * float(truth.abs().max())
 
 
-def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("size", "least"), [(0, 64), (100 * 2 * 48 * 4, 32)])  # (bytes, rows), the bytes of 100 rows
+def test_chunks_of_rows_change_nothing(size: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_onednn, "there", lambda: False)  # oneDNN accumulates a gradient chunk by chunk
     inputs = [torch.randn(700, 16), torch.randn(96, 16), torch.randn(96)]
     dy = torch.randn(700, 48)
@@ -74,8 +75,8 @@ def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = _chunks.CHUNK_BYTES, _chunks.CHUNK_ROWS
     for save in ("preact", "input"):
         whole = run(save)
-        monkeypatch.setattr(_chunks, "CHUNK_BYTES", 0)
-        monkeypatch.setattr(_chunks, "CHUNK_ROWS", 64)
+        monkeypatch.setattr(_chunks, "CHUNK_BYTES", size)
+        monkeypatch.setattr(_chunks, "CHUNK_ROWS", least)
         torch.testing.assert_close(run(save), whole, rtol=1e-5, atol=1e-5)
         monkeypatch.setattr(_chunks, "CHUNK_BYTES", sizes[0])
         monkeypatch.setattr(_chunks, "CHUNK_ROWS", sizes[1])

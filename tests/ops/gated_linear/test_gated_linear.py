@@ -168,7 +168,7 @@ def test_infinities_and_nan_are_those_of_eager(impl: str, activation: str, save:
 LAYOUTS = [
     ("stacked", "(2F, D)", False), ("stacked", "(2F, D)", True), ("stacked", "(2, F, D)", False),
     ("stacked", "(2, F, D)", True), ("interleaved", "(2F, D)", False), ("interleaved", "(F, 2, D)", True),
-    ("separate", "strided", False),
+    ("stacked", "strided", False), ("separate", "strided", False),
 ]  # fmt: skip
 
 
@@ -199,8 +199,10 @@ def test_weight_layouts(impl: str, layout: str, form: str, gate_first: bool, sav
     else:
         dim = 0 if layout == "stacked" else 1
         weight, b = torch.stack(halves, dim), torch.stack(biases, dim)
-        if form == "(2F, D)":
+        if form in ("(2F, D)", "strided"):
             weight, b = weight.view(2 * hidden, features), b.view(-1)
+        if form == "strided":
+            weight = functional.pad(weight, (0, 8))[:, :features]
         leaves = (x, weight, b)
 
         def ours(x: Tensor, weight: Tensor, b: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ GPU_CHUNKS = 4
 
 def rows_of(row_bytes: int) -> int:
     """Rows of a chunk, given the bytes of a row of both pre-activations."""
-    return max(CHUNK_ROWS, CHUNK_BYTES // max(row_bytes, 1) // ROW_MULTIPLE * ROW_MULTIPLE)
+    return max(CHUNK_ROWS, CHUNK_BYTES // row_bytes // ROW_MULTIPLE * ROW_MULTIPLE)
 
 
 def gpu_rows_of(rows: int) -> int:
