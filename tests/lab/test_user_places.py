@@ -293,6 +293,92 @@ def test_what_a_notebook_cannot_give_away_is_said(notebook, tmp_path):
             place(other, tmp_path)  # its name refers to another function
 
 
+MADE_FROM_OTHERS = """
+import functools, torch
+def twice(f):
+    @functools.wraps(f)
+    def doubled(x):
+        return 2 * f(x)
+    return doubled
+@twice
+@torch.no_grad()
+def decorated(x):
+    return x + 1
+@torch.compile
+def compiled(x):
+    return x + 1
+def compiled_later(x):
+    return x + 1
+compiled_later = torch.compile(compiled_later)
+short = lambda x: x + 1
+mapped = torch.vmap(lambda x: x + 1)
+def wrapped_later(x):
+    return x + 1
+wrapped_later = twice(wrapped_later)
+@torch.no_grad()
+def wrapped_again(x):
+    return x + 1
+wrapped_again = twice(wrapped_again)
+short_mapped = lambda x: x[0]
+short_mapped = torch.vmap(short_mapped)
+renamed = short_named = short
+other = decorated
+other_compiled = torch.compile(compiled)
+def maker():
+    return lambda x: x + 1
+of_maker = maker()
+class Holder:
+    @staticmethod
+    def held(x):
+        return x + 1
+"""
+
+
+@pytest.fixture
+def cell(monkeypatch):
+    main, text = types.ModuleType("__main__"), MADE_FROM_OTHERS
+    names = [
+        "decorated",
+        "compiled",
+        "compiled_later",
+        "short",
+        "mapped",
+        "wrapped_later",
+        "wrapped_again",
+        "short_mapped",
+    ]
+    names += ["renamed", "other", "other_compiled", "of_maker"]
+    text += "".join(f"def uses_{name}(x):\n    return {name}(x)\n" for name in names)
+    monkeypatch.setitem(linecache.cache, "<made>", (len(text), None, text.splitlines(keepends=True), "<made>"))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    exec(compile(text, "<made>", "exec"), main.__dict__)
+    return main
+
+
+@pytest.mark.parametrize("name", ["decorated", "compiled", "compiled_later", "short", "mapped"])
+def test_a_notebooks_function_is_written_with_all_that_its_definition_makes_of_it(cell, tmp_path, name):
+    x = torch.ones(2, 2)
+    found = load(place(getattr(cell, f"uses_{name}"), tmp_path / "run"))
+    assert torch.equal(found(x), torch.full((2, 2), 4.0 if name == "decorated" else 2.0))
+
+
+@pytest.mark.parametrize(
+    "name", ["wrapped_later", "wrapped_again", "short_mapped", "renamed", "other", "other_compiled", "of_maker"]
+)
+def test_a_notebooks_function_that_its_definition_does_not_make_is_refused(cell, tmp_path, name):
+    """Its source is that of the function inside, which would be measured instead."""
+    with pytest.raises(ValueError, match=f"got {name}, made from another; decorate that where it is defined"):
+        place(getattr(cell, f"uses_{name}"), tmp_path)
+    if name.startswith("wrapped"):
+        with pytest.raises(ValueError, match=f"got {name}, made from another"):
+            place(getattr(cell, name), tmp_path)
+
+
+def test_a_method_of_a_notebook_is_refused_as_no_top_level_name(cell, tmp_path):
+    with pytest.raises(ValueError, match="must be defined at the top of a file or cell, got held, which is not"):
+        place(cell.Holder.held, tmp_path)
+
+
 def test_a_script_of_another_name_is_told(monkeypatch, tmp_path):
     main = types.ModuleType("__main__")
     main.__file__ = str(tmp_path / "script")

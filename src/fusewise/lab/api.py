@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import datetime
 import dis
 import html
@@ -182,7 +183,10 @@ def place(function: Callable[..., Any], directory: Path) -> str:
             "give its class, or the name of the instance on the command line: fusewise study FILE.py:NAME"
         )
     module = inspect.getmodule(function)
-    names = [getattr(function, kind, "") for kind in ("__qualname__", "__name__")]
+    file = getattr(module, "__file__", None)
+    main = module is not None and module.__name__ == "__main__"
+    notebook = main and (file is None or not Path(file).is_file())  # of a class the function alone would be written
+    names = [getattr(function, kind, "") for kind in ("__name__" if notebook else "__qualname__", "__name__")]
     name = next((n for n in names if module is not None and _named(module, n) is function), None)
     if name is None or module is None:  # a lambda, a bound method, the result of a decorator or transform
         other = next((n for n in names if module is not None and n and _named(module, n) is not None), None)
@@ -190,10 +194,9 @@ def place(function: Callable[..., Any], directory: Path) -> str:
         raise ValueError(
             f"study: function must be defined at the top of a file or cell, got {got}; define a function there that calls it"
         )
-    if module.__name__ != "__main__":
+    if not main:
         return f"{module.__name__}:{name}"
-    file = getattr(module, "__file__", None)
-    if file is not None and Path(file).is_file():
+    if file is not None and not notebook:
         if Path(file).suffix != ".py":
             raise ValueError(f"study: function must be in a file NAME.py, got {Path(file).name!r}; rename it")
         return f"{Path(file).resolve()}:{name}"
@@ -222,13 +225,20 @@ def written(function: Callable[..., Any]) -> str:
     begun: set[str] = set()
     lazy: set[str] = set()
 
-    def add(of: Any) -> None:
+    def add(of: Any, name: str) -> None:
+        of = functions.uncompiled(of)
         try:
             source = textwrap.dedent(inspect.getsource(of))
-        except (OSError, TypeError):
+            defined = ast.parse(source).body[0]
+        except (OSError, TypeError, SyntaxError):
             raise ValueError(
                 f"study: function must have source that can be read, got {of.__name__} without; save it to a file and import it"
             ) from None
+        if not _is_whole(defined, of, name):
+            raise ValueError(
+                f"study: function must be as its definition says, and so must those it uses, got {name}, made from another; "
+                "decorate that where it is defined and use it by its name, or save the function to a file"
+            )
         if source in begun:
             return
         begun.add(source)
@@ -250,7 +260,7 @@ def written(function: Callable[..., Any]) -> str:
         if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
             lines[name] = f"import {value.__name__} as {name}" if value.__name__ != name else f"import {name}"
         elif isinstance(value, types.FunctionType) and value.__module__ == "__main__":
-            add(value)
+            add(value, name)
         elif (there := _importable(value, name)) is not None:
             lines[name] = f"from {value.__module__} import {there} as {name}"
         else:
@@ -267,8 +277,20 @@ def written(function: Callable[..., Any]) -> str:
                     f"{type(value).__name__}; {fix}"
                 ) from None
 
-    add(function)
+    add(function, getattr(function, "__name__", ""))
     return "\n".join([*lazy, *lines.values(), "", *sources])
+
+
+def _is_whole(defined: ast.stmt, function: Any, name: str) -> bool:
+    """Whether the statement, where the function's source is, makes all of it, under this name: functools.wraps lets a
+    function that was wrapped later, or under another name, have the source of the one inside."""
+    wrapped = 0
+    while hasattr(function, "__wrapped__"):
+        function, wrapped = function.__wrapped__, wrapped + 1
+    if isinstance(defined, ast.FunctionDef | ast.AsyncFunctionDef):
+        return defined.name == name and wrapped <= len(defined.decorator_list)
+    names = [of.id for of in ast.walk(defined) if isinstance(of, ast.Name) and isinstance(of.ctx, ast.Store)]
+    return name in names and not (wrapped and isinstance(getattr(defined, "value", None), ast.Lambda))
 
 
 def _importable(value: Any, name: str) -> str | None:

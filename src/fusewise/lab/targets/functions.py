@@ -72,8 +72,7 @@ def load(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., A
     compiled: Any = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
     if isinstance(found, compiled):  # unwrap torch.compile, which does not trace a copy of its module
         found = found._orig_mod
-    elif _compiled_by_itself(found):  # once a dispatch mode has seen it, torch.compile would refuse it
-        found = found._torchdynamo_orig_callable
+    found = uncompiled(found)  # once a dispatch mode has seen it, torch.compile would refuse it
     made: Any = found
     if isinstance(found, nn.Module):
         made = copied(found)  # a study casts and calls it, and the imported one is needed again for the next dtype
@@ -95,10 +94,13 @@ def load(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., A
     return made  # type: ignore[no-any-return]
 
 
-def _compiled_by_itself(function: Any) -> bool:
-    """Whether torch.compile made the function; its attributes do not tell, since functools.wraps copies them."""
+def uncompiled(function: Any) -> Any:
+    """The function that torch.compile was given, if it made this one. The module tells, and no attribute alone, since
+    functools.wraps copies those."""
     inside = isinstance(function, types.FunctionType) and function.__globals__["__name__"] == "torch._dynamo.eval_frame"
-    return inside and hasattr(function, "get_compiler_config")  # torch.compiler.disable is there, too
+    if inside and hasattr(function, "get_compiler_config"):  # torch.compiler.disable is there, too
+        return function._torchdynamo_orig_callable
+    return function
 
 
 def anew(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., Any]:
