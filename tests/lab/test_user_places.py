@@ -154,6 +154,15 @@ def test_a_file_of_a_package_may_import_its_neighbours(tmp_path):
     assert load(f"{inner / 'f.py'}:f")(3) == 6
 
 
+def test_a_package_is_executed_once_if_the_function_is_in_its_own_file(tmp_path, monkeypatch):
+    """A second time would register its operators again."""
+    package = tmp_path / "pack_with_a_function"
+    package.mkdir()
+    (package / "two.py").write_text("runs = []\n")
+    (package / "__init__.py").write_text("from .two import runs\nruns.append(1)\ndef f():\n    return len(runs)\n")
+    assert load(f"{package / '__init__.py'}:f")() == 1
+
+
 def test_the_file_that_is_named_is_loaded_wherever_the_study_is_started(tmp_path, monkeypatch):
     for number, folder in enumerate(("here", "there")):
         package = tmp_path / folder / "pack_of_two_folders"

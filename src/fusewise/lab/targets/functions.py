@@ -48,7 +48,7 @@ def load(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., A
     if where.endswith(".py"):
         file = Path(where)
         if (file.parent / "__init__.py").is_file():  # part of a package: relative imports must work
-            root, parts = file.parent, [file.stem]
+            root, parts = file.parent, [file.stem] if file.stem != "__init__" else []
             while (root / "__init__.py").is_file():
                 root, parts = root.parent, [root.name, *parts]
             sys.path[:] = dict.fromkeys([str(root), *sys.path, "", *path])  # another package may have the same name
