@@ -378,9 +378,9 @@ def test_the_check_of_a_large_problem_takes_no_more_than_the_calls(call, most, m
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3, 4), (2**17,), (2**16, 3), (0,), (2, 0)])
-def test_equality_takes_nan_for_itself_and_compares_to_the_last_element(shape):
+def test_equality_takes_nan_for_itself_and_compares_shapes_and_the_last_element(shape):
     a = torch.randn(shape)
-    assert equal(a, a.clone())
+    assert equal(a, a.clone()) and not equal(a, a[None])
     if a.numel():
         a.view(-1)[0] = math.nan
         b = a.clone()

@@ -339,6 +339,8 @@ def test_the_dtype_of_a_task_replaces_that_of_the_first_input():
         ("whole", ("fp32[4]",), "bwd", "must be differentiable for a backward pass; ask for fwd alone"),
         ("rms", ("eps=1e-3", "x=fp32[4]"), "fwd", "must leave out no parameter before the last one given"),
         ("overwrites", ("fp32[4]",), "fwd", "must leave its inputs as they are"),
+        ("squeezes", ("fp32[1,4]",), "fwd", "must leave its inputs as they are"),
+        ("resizes", ("fp32[8,8]",), "fwd", "must leave its inputs as they are"),
         ("torch:softmax", ("input=fp32[8,8]", "dim=1"), "fwd", "must be without names where a function does not tell"),
         (
             "Sized",

@@ -192,6 +192,14 @@ def overwrites(x):
     return x.mul_(2)
 
 
+def squeezes(x):
+    return x.squeeze_(0) * 2
+
+
+def resizes(x):
+    return x.resize_(4, 16) * 2
+
+
 def sparse(x):
     return x.to_sparse()
 

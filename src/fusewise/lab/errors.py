@@ -120,9 +120,11 @@ def parts(x: Tensor) -> Tensor:
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Elementwise equality of tensors of one shape, with NaN equal to NaN."""
+    """Whether shapes and elements are equal, with NaN equal to NaN."""
     if torch.equal(a, b):
         return True
+    if a.shape != b.shape:
+        return False
     a, b = torch.atleast_1d(a), torch.atleast_1d(b)
     rows = max(1, CHUNK[a.device.type] // max(1, a[0].numel()))  # mostly the first few differ
     return all(
