@@ -95,11 +95,11 @@ def test_a_shell_completes_names(line, found):
     assert [item.value for item in items] == found.split()
 
 
-def test_a_function_s_listing_has_no_preset(tmp_path):
+def test_a_function_s_listing_has_no_preset_and_nothing_that_a_terminal_would_interpret(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def f(x):\n    return x\n")
-    listed = invoke("study", f"{file}:f", "--input", "fp32[8,8]", "--list").output
-    assert listed.split()[:2] == ["fp32[8,8]", "fp32"] and listed.count("\n") == 1
+    listed = invoke("study", f"{file}:f", "--input", "fp32[8,8]", "--input", '"a\x1b\nb"', "--list").output
+    assert listed.split()[:4] == ["fp32[8,8]", '"a\ufffd', 'b"', "fp32"] and listed.count("\n") == 1
 
 
 def test_providers_lists_what_is_missing():

@@ -210,7 +210,8 @@ def case_text(listing: list[dict[str, Any]]) -> str:
         for entry in listing:
             if entry["preset"] == preset:
                 kinds = f"{','.join(entry['dtypes'])} {','.join(entry['passes'])}"
-                lines.append(f"  {entry['case']:<28} {kinds:<14} {size(entry['bytes']):>9}  {entry['shape']}")
+                case, shape = printable(entry["case"]), printable(entry["shape"])
+                lines.append(f"  {case:<28} {kinds:<14} {size(entry['bytes']):>9}  {shape}")
     return "\n".join(lines)
 
 
