@@ -299,6 +299,11 @@ def test_a_compiler_that_is_wrong_by_little_is_missed(times, error, worth):
         assert judged.why == f"{untimed}; the best other compiler, eager, is at 33.3 % of the limit"
 
 
+def test_a_dtype_without_a_known_precision_has_no_allowed_error():
+    found = only(study_record([row("eager", "wrong", error=1e-9, error_eager=1e-9, dtype="fp8")]))
+    assert (found.worth, found.why) == ("cannot tell", "no provider has a correct result and a time")
+
+
 def test_causes_come_from_ledgers_hosts_clocks_and_counts():
     found = record(
         {"floor-copy": 10.0, "floor-launch": 2.0, "eager": 40.0, "torch.compile": 12.0, "jax": 30.0},
@@ -333,6 +338,11 @@ def test_what_costs_nothing_is_no_cause():
     assert only(record({"floor-copy": 4.0, "eager": 4.1})).gaps[0].causes == ("at the limit",)  # on a CPU, precise
 
 
+def test_traffic_is_no_cause_where_the_least_is_unknown():
+    found = record({"floor-launch": 2.0, "eager": 40.0}, ledgers=[ledger("eager", *[(9, 9)] * 4)], bytes_min=None)
+    assert only(found).gaps[0].causes == ("cause unknown: no minimum of bytes",)
+
+
 @pytest.mark.parametrize(("written", "times"), [(4_790_000, None), (4_810_000, "1.10 times")])
 def test_a_tenth_more_bytes_than_needed_is_a_cause(written, times):
     found = only(
@@ -363,10 +373,11 @@ def test_what_is_too_short_on_a_gpu(us, causes):
     assert only(record({"floor-copy": us, "eager": us}, device="NVIDIA X")).gaps[0].causes == (causes,)
 
 
-def test_who_works_in_place_but_moves_no_less_is_at_the_limit():
-    found = record({"floor-copy": 10.0, "eager": 9.0})
+@pytest.mark.parametrize(("us", "in_place"), [(9.0, True), (6.6655, False)])  # at 150 %, rounded, no floor is disproved
+def test_who_works_in_place_but_moves_no_less_is_at_the_limit_and_so_is_who_does_not(us, in_place):
+    found = record({"floor-copy": 10.0, "eager": us})
     for m in found.measurements:
-        m.prepared["in_place"] = True
+        m.prepared["in_place"] = in_place
     assert only(found).gaps[0].causes == ("at the limit",)
 
 

@@ -215,7 +215,8 @@ def _causes(
         causes.append("too short to measure precisely")
     if factor is not None and factor <= 1 / ENOUGH:
         return causes or ["at the limit"]
-    return causes or ["cause unknown: " + ("its memory traffic is minimal" if ledger else "no traffic ledger")]
+    least = "no minimum of bytes" if row.bytes_min is None else "its memory traffic is minimal"
+    return causes or [f"cause unknown: {least if ledger else 'no traffic ledger'}"]
 
 
 def _of_row(stage: Json, row: Row) -> bool:
