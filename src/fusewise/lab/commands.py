@@ -27,7 +27,7 @@ def run(
     Raises OSError if the directory cannot be written, folder.Refused if it belongs to another run. However the study
     ends, the rows measured so far are on disk and in the report.
     """
-    there = _appendable(append_rows)
+    there = _appendable(append_rows, options.out)
     with folder.claimed(options.out, resume), interruptible():
         before = folder.interrupted(options.out, resume)
         with terminal.Live(terminal.console(stderr=True), named=options.named) as live:
@@ -59,13 +59,17 @@ def _limited(options: Options) -> bool:
     return any(entry.name == f"floor-{kind}" for entry in options.providers for kind in analysis.LIMITS)
 
 
-def _appendable(path: Path | None) -> set[tuple[str, str]]:
+def _appendable(path: Path | None, out: Path) -> set[tuple[str, str]]:
     """(run, id) of the rows already in a file, so that they are not appended twice; empty if the file cannot be read
-    back, e.g. a pipe. Raises folder.Refused if the file cannot be appended to: better now than after an hour. Leaves no
-    new file behind.
+    back, e.g. a pipe. Raises folder.Refused if the file cannot be appended to, or is among those of the run directory,
+    which the study writes itself: better now than after an hour. Leaves no new file behind.
     """
     if path is None:
         return set()
+    if path.resolve().parent == out.resolve():
+        raise folder.Refused(
+            f"study: --append-rows must be a file outside the run directory, whose rows.jsonl has the rows, got {path}; choose another"
+        )
     new = not path.exists()
     try:
         there = {(row.run, row.id) for row in record.rows_in(path)} if path.is_file() else set()
@@ -103,7 +107,7 @@ def run_shared(
     """
     there: set[tuple[str, str]] = set()
     if rank.number == 0:
-        there = _appendable(append_rows)
+        there = _appendable(append_rows, options.out)
         folder.interrupted(options.out, resume)
     mine = rank.share(options)
     try:
