@@ -195,8 +195,6 @@ class Seats:
             return {"ok": False, "status": "failed", "reason": f"could not be loaded: {seat.entry.problem}"}
         if seat.missing:
             return {"ok": False, "status": "missing", "reason": seat.missing}
-        if seat.gone:
-            return {"ok": False, "status": "failed", "reason": seat.gone}
         waited = spent.Parts()
         self.busy.append(waited.seconds)
         with waited.part("starting"):
