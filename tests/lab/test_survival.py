@@ -275,6 +275,17 @@ def test_what_every_row_of_a_record_shares_is_kept(kind, names):
             folder.check_same(made, request, environment)
 
 
+def test_a_run_is_resumed_by_the_other_command():
+    """`fusewise` and `python -m fusewise` differ in the first place where modules are looked for."""
+    made = study_record([])
+    made.request["tasks"] = [{"case": "one", "detail": {"source": "12", "path": ["/usr/bin"]}}]
+    there = [{"case": "one", "detail": {"source": "12", "path": ["/home/me", "/usr/bin"]}}]
+    folder.check_same(made, {**made.request, "tasks": there}, made.environment)
+    there[0]["detail"]["source"] = "13"
+    with pytest.raises(folder.Refused, match="keep the function's file"):
+        folder.check_same(made, {**made.request, "tasks": there}, made.environment)
+
+
 def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

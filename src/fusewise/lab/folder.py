@@ -82,7 +82,7 @@ def check_same(before: Record, request: Mapping[str, Any], environment: Mapping[
         ("machine", SAME_MACHINE, before.environment, environment, "choose another --out"),
     ):
         for name in names:
-            if then.get(name) != now.get(name):
+            if _compared(then, name) != _compared(now, name):
                 if name == "tasks" and _sources(then) != _sources(now):
                     contract = "keep the function's file as it was when the run began"
                     raise Refused(f"study: --resume must {contract}, got another content; choose another --out")
@@ -93,6 +93,15 @@ def check_same(before: Record, request: Mapping[str, Any], environment: Mapping[
     torches = before.environment.get("versions", {}).get("torch"), environment["versions"]["torch"]
     if torches[0] != torches[1]:
         raise Refused(f"study: --resume must keep torch {torches[0]}, got {torches[1]}; choose another --out")
+
+
+def _compared(request: Mapping[str, Any], name: str) -> Any:
+    """Without the paths on which modules were found: `fusewise` and `python -m fusewise` have others, and a function that is found
+    elsewhere has another source."""
+    value = request.get(name)
+    if name != "tasks" or value is None:
+        return value
+    return [task | {"detail": {k: v for k, v in task.get("detail", {}).items() if k != "path"}} for task in value]
 
 
 def _sources(request: Mapping[str, Any]) -> list[Any]:
