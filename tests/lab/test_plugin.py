@@ -143,6 +143,13 @@ def test_a_broken_plugin_is_an_entry_with_its_reason(where):
     assert entry.problem
 
 
+def test_a_plugin_that_ends_its_process_is_an_entry_with_its_reason(tmp_path, monkeypatch):
+    (tmp_path / "leaving.py").write_text("raise SystemExit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (entry,) = plugin.select(["leaving:X"], "rope", "cpu")
+    assert (entry.provider, entry.problem) == (None, "SystemExit: 0")
+
+
 def test_an_installed_package_adds_a_provider_by_entry_point(tmp_path, monkeypatch):
     """A complete third-party package: its metadata and a class."""
     package = tmp_path / "third_party.py"

@@ -274,7 +274,7 @@ def known(extra: Iterable[str] = ()) -> list[Entry]:
         try:
             provider = load(where)
             entries.append(Entry(provider.name, where, provider))
-        except Exception as error:  # third-party code may raise anything; it becomes the reason of a row
+        except (Exception, SystemExit) as error:  # third-party code may raise anything; it becomes the reason of a row
             entries.append(Entry(name or where, where, None, reason(error)))
     return entries
 
