@@ -84,6 +84,7 @@ def test_from_config_by_layer_type() -> None:
         (SimpleNamespace(text_config=SimpleNamespace(rope_theta=1e6)), {"head_dim": 32}, "pass its text_config"),
         (SimpleNamespace(hidden_size=64), {}, "config must have head_dim, or hidden_size and num_attention_heads, got .*; pass head_dim="),
         ({"head_dim": 32, "rope_theta": 1e6}, {"head_dim": 32}, "config must be an object .*, got dict; pass model.config"),
+        (torch.nn.Linear(2, 2), {"head_dim": 32}, "config must be an object .*, got Linear; pass model.config"),
     ],
 )  # fmt: skip
 def test_from_config_refuses_what_does_not_describe_the_heads(config: Any, options: dict[str, Any], error: str) -> None:

@@ -126,7 +126,8 @@ class RotaryEmbedding(nn.Module):
                 dimensions if the configuration has them per layer.
             options: constructor arguments that take precedence (`head_dim` if it differs between layers).
         """
-        if isinstance(config, Mapping):
+        # Neither has the attributes: the frequencies would be the defaults.
+        if isinstance(config, (Mapping, nn.Module)):
             contract = "be an object with transformers' attributes"
             fail("RotaryEmbedding", "config", contract, type(config).__name__, "pass model.config", TypeError)
         parameters = dict(_first(config, "rope_parameters", "rope_scaling") or {})
