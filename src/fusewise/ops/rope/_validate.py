@@ -327,7 +327,7 @@ def _check_table(op: str, q: Tensor, batch: int, rotary_dim: int, a: dict[str, A
         contract = "be exactly one of cos and sin, cos_sin, angles, inv_freq"
         fail(op, "the table", contract, " and ".join(have) or "none of them", "pass one of the four")
     dtypes = FLOATS if q.dtype == torch.float64 else KERNEL_FLOATS
-    for name in ("sin", *given):
+    for name in (*given, "sin"):
         table = a[name]
         if table is None:
             continue
@@ -353,7 +353,11 @@ def _check_table(op: str, q: Tensor, batch: int, rotary_dim: int, a: dict[str, A
         if name == "cos_sin":
             form = f"(R, 2P) or (1 | B, R, 2P), 2P = {2 * pairs}, B = {batch}"
             fix = "pass [cos | sin] side by side"
-        if a["rotary_dim"] is None and table.dim() in (2, 3):
+        if table.dim() not in (2, 3):
+            fix = "reshape it, without a dimension for the heads"
+        elif any(table.shape[-1] == width for width in widths):
+            fix = "pass one table for all sequences, or one for each"
+        elif a["rotary_dim"] is None:
             fix += ", and rotary_dim if only a part of the head rotates"
         fail(op, name, f"have shape {form}", shape_of(table), fix)
     if name == "cos":

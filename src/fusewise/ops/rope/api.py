@@ -55,10 +55,10 @@ def rope(
     rows.
 
     Args:
-        q, k: (B, T, H, D), (T, B, H, D), (B, H, T, D) or (tokens, H, D), according to `layout`; float32, bfloat16 or
-            float16 (float64 through the reference); D even, 2 to 512, and the same for both unless rotary_dim is given
-            (the shared key of DeepSeek's attention has only the rotary features). The last dimension must be
-            contiguous, other strides are arbitrary; nothing is copied, so views of a packed qkv tensor are welcome.
+        q, k: shaped as `layout` says; float32, bfloat16 or float16 (float64 through the reference); D even, 2 to 512,
+            and the same for both unless rotary_dim is given (the shared key of DeepSeek's attention has only the rotary
+            features). The last dimension must be contiguous, other strides are arbitrary; nothing is copied, so views
+            of a packed qkv tensor are welcome.
         cos, sin: the table, half width (R, P) or (1 | B, R, P), or duplicated: 2P columns with every angle twice
             (`cat(f, f)`; for the interleaved pairing `repeat_interleave(f, 2)`), of which only one copy is read. Row r
             holds position r. float32, bfloat16 or float16; any strides, the same for both.
@@ -77,6 +77,8 @@ def rope(
             (t, h, w, t, h, w, ...) as in Qwen3-VL.
         context_parallel: (rank, size): the tokens are chunks rank and 2·size − 1 − rank of 2·size equal chunks of their
             sequence (load-balanced causal attention). cu_seqlens then holds the boundaries of the whole sequences.
+        layout: "bshd" (B, T, H, D), "sbhd" (T, B, H, D), "bhsd" (B, H, T, D) or "thd" (tokens, H, D). If q and k have
+            as many heads, a mistake between "bshd" and "bhsd" cannot be detected.
         pairing: positions of a and b in a head: "half" (i, i + P; NeoX, Llama), "interleaved" (2i, 2i + 1; GPT-J),
             "interleaved_to_half" (read interleaved, written half: DeepSeek), "half_to_interleaved" (its transpose).
         rotary_dim: number of rotated features, even; None: the whole head. `rotary_start` is the first of them;

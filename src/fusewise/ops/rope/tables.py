@@ -234,7 +234,8 @@ _ALIASES = {"mrope": "default", "su": "longrope"}
 
 
 def inv_freq(rope_type: str = "default", *, rotary_dim: int, base: float = 10000.0, **parameters: Any) -> Frequencies:
-    """`(inv_freq, scaling)` of the builder named `rope_type`; `parameters` are that builder's other keyword arguments.
+    """`(inv_freq, scaling)` of the builder named `rope_type`; `rotary_dim` and `base` as in `default`, `parameters` are that
+    builder's other keyword arguments.
 
     Raises:
         ValueError: unknown rope_type, or a value out of range.
@@ -246,7 +247,7 @@ def inv_freq(rope_type: str = "default", *, rotary_dim: int, base: float = 10000
         if name not in accepted:
             raise TypeError(
                 f"rope_tables: parameters of rope_type {rope_type!r} must be among {', '.join(accepted)}, got {name!r}; "
-                "remove it"
+                "rename or remove it"
             )
     for name, parameter in accepted.items():
         if parameter.default is parameter.empty and name != "rotary_dim" and parameters.get(name) is None:
