@@ -30,6 +30,10 @@ def test_the_report_names_every_module(family: str) -> None:
     assert f"{attention} (" in str(handle) and " and 1 more)" in str(handle)
 
 
+def test_a_report_of_nothing_says_so() -> None:
+    assert str(patch(nn.Linear(2, 2))) == "nothing to replace"
+
+
 def test_tables_with_every_angle_once_for_interleaved_pairs() -> None:
     """A layer's attention of OpenAI's privacy filter."""
     module = pytest.importorskip("transformers.models.openai_privacy_filter.modeling_openai_privacy_filter")

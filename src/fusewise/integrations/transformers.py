@@ -94,13 +94,14 @@ class Patch:
         self.remove()
 
     def __str__(self) -> str:
-        """One line per class and outcome."""
+        """One line per class and outcome, or that there is none."""
         lines: dict[str, list[str]] = {}
         for entry in self.replaced:
             lines.setdefault(f"replaced  {entry.type}: {entry.what}", []).append(entry.name)
         for other in self.left:
             lines.setdefault(f"left      {other.type}: {other.why}", []).append(other.name)
-        return "\n".join(f"{line} ({names[0]}{_and_more(len(names) - 1)})" for line, names in lines.items())
+        told = (f"{line} ({names[0]}{_and_more(len(names) - 1)})" for line, names in lines.items())
+        return "\n".join(told) or "nothing to replace"
 
 
 def patch(model: nn.Module, *, rope: bool = True, mlp: bool = True, save: Save = "preact") -> Patch:
