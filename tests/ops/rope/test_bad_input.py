@@ -97,7 +97,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "cos-integer": ({"cos": COS.int()}, TypeError, "cos must have dtype float32, bfloat16 or float16, got int32"),
     "angles-complex": ({"cos": None, "sin": None, "angles": torch.complex(COS, SIN)}, TypeError, "angles must have dtype .*, got complex64; pass cos=angles.real, sin=angles.imag"),
     "cos-complex": ({"cos": COS.to(torch.complex64)}, TypeError, "cos must have dtype .*, got complex64"),
-    "table-float64": ({"cos": COS.double(), "sin": SIN.double()}, TypeError, "cos must have dtype float32, bfloat16 or float16, got float64"),
+    "table-float64": ({"cos": COS.double(), "sin": SIN.double()}, TypeError, "must have dtype float32, bfloat16 or float16, got float64"),
     "cos-sparse": ({"cos": COS.to_sparse()}, TypeError, "cos must be a strided tensor, got torch.sparse_coo"),
     "cos-mkldnn": ({"cos": COS.to_mkldnn()}, TypeError, "cos must be a strided tensor, got torch._mkldnn"),
     "sin-negated": ({"sin": torch.complex(COS, SIN).conj().imag, "cos": torch.complex(COS, SIN).real}, ValueError,

@@ -327,7 +327,7 @@ def _check_table(op: str, q: Tensor, batch: int, rotary_dim: int, a: dict[str, A
         contract = "be exactly one of cos and sin, cos_sin, angles, inv_freq"
         fail(op, "the table", contract, " and ".join(have) or "none of them", "pass one of the four")
     dtypes = FLOATS if q.dtype == torch.float64 else KERNEL_FLOATS
-    for name in (*given, "sin"):
+    for name in ("sin", *given):
         table = a[name]
         if table is None:
             continue
