@@ -192,11 +192,16 @@ def test_relative_to_the_floor_a_slower_machine_is_no_regression():
             2.0,
             pytest.approx(0.04) if without.rows[1].device_us_iqr else None,
         )
-        assert [r.provider for r in scaled.values()] == ["liger", "jax"]
+        assert [(r.provider, r.device_us) for r in scaled.values()] == [("floor-copy", 10), ("liger", 2), ("jax", None)]
     for floors in ([], [row("floor-copy", "failed")]):  # the limit is then the machine's kept one, of another time
         without_floor = study_record([*floors, *rows[1:]])
         scaled = compare.relative(compare.side(without_floor, "a")).rows
         assert [r.provider for r in scaled.values() if r not in floors] == ["jax"]
+    # Beside floors of which another binds, a copy takes as long as it took.
+    faster = run({"floor-copy": 10.0, "floor-matmul": 15.0, "eager": 50.0})
+    sides = [compare.relative(compare.side(r, "")) for r in (run({"floor-matmul": 20.0, "eager": 50.0}), faster)]
+    assert not any("machine" in note for note in compare.compare(*sides).notes)
+    assert any(note.startswith("the machine itself changed: copying takes 1.500") for note in found.notes)
     bare = study_record([row("eager", device_us=3.0)])
     assert compare.relative(compare.side(bare, "a")).rows == {}
 

@@ -122,11 +122,12 @@ def _measured(m: Measurement) -> Key:
 
 
 def relative(side: Side) -> Side:
-    """The run with every time divided by that of its group's binding floor; groups without one are dropped."""
+    """The run with every time divided by that of its group's binding floor; groups without one are dropped. The floors
+    themselves tell of the machine and keep their times."""
     rows, rounds = {}, {}
     for key, row in side.rows.items():
         floor = (*key[:4], f"floor-{row.limit}")
-        if row.device_us is None:
+        if row.device_us is None or is_floor(row.provider):
             rows[key] = row
         elif row.share_of_limit and floor in side.rows and side.rows[floor].device_us is not None:
             factor = 1 / (row.share_of_limit * row.device_us)
