@@ -297,6 +297,18 @@ def test_the_functions_that_a_function_calls_are_shown() -> None:
     assert "def rotate_half" in text and "def cat" not in text
 
 
+def test_a_variable_that_was_never_set_hides_no_function() -> None:
+    def shift(x: int) -> int:
+        return x + 1
+
+    def shifted(x: int) -> int:
+        return shift(x) if x else unset(x)
+
+    if not callable(shift):
+        unset = shift
+    assert python.functions(shifted) == [shifted, shift]
+
+
 def test_comments_of_graphs_give_places() -> None:
     lines = graphs.comments(
         "def f():\n    # File: mine.py:7 in g, code: y\n    y = 1\n    z = 2\n\n    w = 3\n    # other\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -38,8 +39,9 @@ def _named(function: FunctionType) -> Iterator[Any]:
         if inspect.ismodule(value):
             yield from (getattr(value, other, None) for other in names)
     for cell in function.__closure__ or ():
-        if cell.cell_contents is not function:
-            yield cell.cell_contents
+        with suppress(ValueError):  # empty: its variable has no value yet, or lost it
+            if cell.cell_contents is not function:
+                yield cell.cell_contents
 
 
 def stages(function: Callable[..., Any]) -> list[Stage]:
