@@ -111,9 +111,13 @@ def answer(found: Sequence[Group]) -> list[str]:
             f"operator reduces host overhead; in a CUDA graph, only device times remain."
         )
     if working:
+        begun, kernel = f"In {len(working)} it", "that kernel"
+        if not waiting:
+            begun = f"In {len(working)} of {len(pairs)} comparisons {COMPILED}"
+            kernel = "the hand-written kernel with the fastest call"
         said.append(
-            f"In {len(working)} it is limited by the device: {COMPILED} takes "
-            f"{_range([c.device_us / w.device_us for _, c, w in working])} times the device time of that kernel "
+            f"{begun} is limited by the device: {COMPILED} takes "
+            f"{_range([c.device_us / w.device_us for _, c, w in working])} times the device time of {kernel} "
             f"(median {_middle([c.device_us / w.device_us for _, c, w in working])})."
         )
     largest = max(waiting, key=lambda pair: pair[1].call_us / pair[2].call_us, default=None)
