@@ -96,6 +96,13 @@ def test_a_terminal_obeys_nothing_that_a_record_says(capsys):
     assert not {c for c in said if not c.isprintable() and c != "\n"}
 
 
+@pytest.mark.parametrize(("ops", "heads"), [(["rope"], ["cube-8"]), (["geglu", "mlp"], ["geglu", "mlp"])])
+def test_a_comparison_of_several_operations_names_them(ops, heads):
+    side = compare.side(study_record([row("eager", op=op, device_us=1.0) for op in ops]), "a")
+    lines = terminal.comparison_table(compare.compare(side, side)).lines
+    assert [cells[0].split()[0] for cells, _ in lines] == heads
+
+
 def test_every_line_of_every_table_has_as_many_cells_as_its_head():
     width = None
     for line in markdown.report(sweep_record()).splitlines():
@@ -159,15 +166,16 @@ def test_letters_that_no_font_has_are_no_warning(tmp_path):
 
 
 def test_plots_lie_in_their_folder_whatever_the_record_says(tmp_path):
-    made = study_record([row("eager", device_us=1.0, dtype="../../x", case="a" * 3000)])
+    made = study_record([row("eager", device_us=1.0, share_of_limit=0.5, dtype="../../x", case="a" * 3000)])
     made.request["op"] = "/../../y:z " + "long" * 200
     (name,) = plots.draw(made, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == [name]
     assert len(name) < 143
 
 
-def test_floors_alone_have_no_plot_of_shares(tmp_path):
-    assert plots.draw(study_record([row("floor-copy", device_us=1.0)]), tmp_path) == []
+@pytest.mark.parametrize("fields", [{"provider": "floor-copy", "share_of_limit": 1.0}, {"provider": "eager"}])
+def test_rows_without_a_share_have_no_plot_of_shares(tmp_path, fields):
+    assert plots.draw(study_record([row(**fields, device_us=1.0)]), tmp_path) == []
 
 
 def test_an_empty_record_renders(tmp_path):

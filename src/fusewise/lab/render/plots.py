@@ -41,8 +41,8 @@ def draw(record: Record, directory: Path) -> list[str]:
         stem = file_name(f"{record.request['op']}-{dtype}-{pass_.replace('+', '-')}")
         caption = f"{pass_}, {dtype}, {record.request['cache']} cache, {record.environment['device_name']}"
         prefix = sweep(rows)
-        if prefix is None and all(is_floor(row.provider) for row in rows):
-            continue  # they have no share
+        if prefix is None and all(is_floor(row.provider) or row.share_of_limit is None for row in rows):
+            continue
         if prefix is None:
             names.append(save(shares(rows, caption, colours), directory, f"{stem}-share.png"))
             continue

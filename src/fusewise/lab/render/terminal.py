@@ -214,10 +214,12 @@ def comparison_table(found: Comparison) -> Columns:
     table = Columns(plain(f"{found.before} → {found.after}"), columns, keys=2)
     order = list(STYLES)
     lines = sorted(found.changes, key=lambda c: order.index(c.verdict) if c.verdict in order else len(order))
+    several = len({c.op for c in lines}) > 1  # operations may have cases of one name
     for c in lines:
         ratio = "–" if c.ratio is None else f"{c.ratio:.3f} [{c.low:.3f}, {c.high:.3f}]"
         said = c.verdict + (f": {c.note}" if c.note else "")
-        cells = (f"{c.case} {c.dtype} {c.pass_}", c.provider, number(c.before_us), number(c.after_us), ratio)
+        case = f"{f'{c.op} ' if several else ''}{c.case} {c.dtype} {c.pass_}"
+        cells = (case, c.provider, number(c.before_us), number(c.after_us), ratio)
         table.add(*(plain(x) for x in (*cells, percent(c.noise), said)), style=STYLES.get(c.verdict, ""))
     return table
 
