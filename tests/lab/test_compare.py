@@ -97,6 +97,7 @@ def test_a_difference_that_the_clock_explains_is_ambiguous():
         ((75.0, 1583), (50.0, 1900), "faster"),  # by more than the clock
         ((50.0, 1900), (75.0, 1583), "slower"),
         ((50.0, 1900), (51.6, 1845), "ambiguous"),  # 3 % matter
+        ((50.0, 1900), (51.2, 1880), "slower"),  # 1 % does not
         ((50.0, 1900), (60.0, 2300), "slower"),  # although the clock was higher
         ((50.0, 1900), (50.0, 1583), "same"),
     ],

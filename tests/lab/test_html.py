@@ -151,6 +151,44 @@ def test_axes_hold_their_values_and_have_ticks(values, log):
     assert 3 <= len(axis.ticks()) <= 14
 
 
+@pytest.mark.parametrize(
+    ("value", "label"),
+    [(2e-7, "2e-07"), (0.5, "0.5"), (999, "999"), (1e3, "1k"), (2e6, "2M"), (5e9, "5G"), (1e12, "1T")],
+)
+def test_tick_labels_are_short(value, label):
+    assert svg.short(value) == label
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_marks_bars_and_limits_lie_beside_the_labels_of_their_values(log):
+    axis = svg.Axis("x", 1.0 if log else 0.0, 100.0, log)
+    mark, look = svg.Mark(20, 20, "m", "row"), {"p": (0, "")}
+    dots = str(svg.dots("t", axis, {"case": {"p": mark}}, look, limit=100))
+    bars = str(svg.stacks("t", svg.Axis("x", 0.0, 100.0, False), {"p": [("a", 40.0), ("b", 20.0)]}, 60))
+    spread = str(svg.scatter("t", axis, axis, {"p": [mark]}, look))
+
+    def label(chart, text):
+        return float(re.search(rf'<text x="([\d.]+)" y="[\d.]+" text-anchor="middle">{text}<', chart)[1])
+
+    def limit(chart):
+        x1, x2 = re.search(r'<line x1="([\d.]+)" x2="([\d.]+)"[^>]*class="limit"', chart).groups()
+        return float(x1) if x1 == x2 else None
+
+    def marked(chart):
+        return tuple(map(float, re.search(r"translate\(([\d.]+) ([\d.]+)\)", chart).groups()))
+
+    assert marked(dots)[0] == label(dots, "20") and limit(dots) == label(dots, "100")
+    boxes = [tuple(map(float, found)) for found in re.findall(r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)"', bars)]
+    assert boxes[1][0] == label(bars, "40") and boxes[1][0] + boxes[1][1] + 1 == pytest.approx(limit(bars), abs=0.2)
+    assert limit(bars) == label(bars, "60")
+    start = "1" if log else "0"
+    name = float(re.search(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="end"><title>case', dots)[1])
+    assert name < label(dots, start)
+    across, up = marked(spread)
+    assert across == label(spread, "20")
+    assert up == float(re.search(r'y="([\d.]+)" text-anchor="end">20<', spread)[1]) - 4
+
+
 @pytest.mark.parametrize("ends", [(2.0, 99.0), (99.0, 99.9)])
 def test_labels_of_limit_lines_are_whole_and_apart(ends):
     """Whether the lines meet at the left edge of the chart or at the right."""
