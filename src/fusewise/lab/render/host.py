@@ -92,8 +92,7 @@ def answer(found: Sequence[Group]) -> list[str]:
     """Whether a hand-written kernel pays off where a compiled one is as fast: sentences with the numbers of the groups
     that have both.
     """
-    both = [(g, g.compiled, g.written) for g in found if g.compiled is not None and g.written is not None]
-    pairs = [(g, c, w) for g, c, w in both if c is not None and w is not None]
+    pairs = [(g, c, w) for g in found if (c := g.compiled) is not None and (w := g.written) is not None]
     if not pairs:
         return []
     waiting = [pair for pair in pairs if pair[1].decided_by == "host"]
