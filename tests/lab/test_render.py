@@ -76,6 +76,18 @@ def test_text_from_a_record_cannot_break_out_of_its_cell():
     assert "[x](" not in line
 
 
+@pytest.mark.parametrize(
+    ("said", "written"),
+    [
+        ("__init__() of rope_ and _half", r"\_\_init\_\_() of rope\_ and \_half"),
+        ("float* x, ~y~ and *z", r"float\* x, \~y\~ and \*z"),
+        ("torch_compile __a__b", r"torch_compile \_\_a__b"),
+    ],
+)
+def test_nothing_in_a_record_is_emphasis_in_the_markdown(said, written):
+    assert f"| {written} |" in markdown.report(study_record([row("eager", "failed", reason=said)]))
+
+
 def test_a_terminal_obeys_nothing_that_a_record_says(capsys):
     nasty = "\x1b]0;owned\x07\x1b[2J[red]name\r\n\x9b31m"
     record = study_record([row(nasty, case=nasty, device_us=1.0), row(f"{nasty}2", "failed", reason=nasty)])

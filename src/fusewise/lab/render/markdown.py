@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from ..analysis import TWIN, break_even, is_floor
@@ -323,6 +324,9 @@ def text(value: str) -> str:
         ("`", "'"),
         ("[", "\\["),
         ("]", "\\]"),
+        ("*", "\\*"),
+        ("~", "\\~"),
     ):
         value = value.replace(old, new)
+    value = re.sub(r"(?<!\w)_+|_+(?!\w)", lambda run: run[0].replace("_", "\\_"), value)  # within words they are text
     return " ".join(printable(value).split())
