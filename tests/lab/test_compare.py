@@ -174,6 +174,7 @@ def test_the_interval_of_samples_holds_95_percent_of_a_bootstraps_medians():
 
 def test_relative_to_the_floor_a_slower_machine_is_no_regression():
     before, after = run({"eager": 50.0, "liger": 20.0}), run({"floor-copy": 15.0, "eager": 75.0, "liger": 33.0})
+    before.measurements[0].rounds.pop()  # the floor stopped a round before the others
     sides = compare.side(before, "a"), compare.side(after, "b")
     assert words(compare.compare(*sides)) == {"eager": "slower", "liger": "slower"}
     found = compare.compare(*map(compare.relative, sides))
