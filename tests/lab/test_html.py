@@ -159,6 +159,10 @@ def test_tick_labels_are_short(value, label):
     assert svg.short(value) == label
 
 
+def test_48_providers_have_markers_of_their_own():
+    assert len({svg.marker(i) for i in range(48)}) == 48
+
+
 @pytest.mark.parametrize("log", [True, False])
 def test_marks_bars_and_limits_lie_beside_the_labels_of_their_values(log):
     axis = svg.Axis("x", 1.0 if log else 0.0, 100.0, log)

@@ -6,7 +6,18 @@ from builders import measurement, row, study_record
 from rich.console import Console
 
 from fusewise.lab import analysis, commands, compare, verdict
-from fusewise.lab.render import gigabytes_per_second, html, markdown, measured, number, percent, plots, size, terminal
+from fusewise.lab.render import (
+    charts,
+    gigabytes_per_second,
+    html,
+    markdown,
+    measured,
+    number,
+    percent,
+    plots,
+    size,
+    terminal,
+)
 
 
 def sweep_record():
@@ -140,13 +151,13 @@ def test_sweeps_become_lines_and_others_bars(tmp_path):
 
 
 def test_a_plot_of_many_cases_can_be_read(tmp_path):
-    """45 cases of 12 providers: one or two pages high, no two providers look the same, long names stay inside the
+    """45 cases of 48 providers: one or two pages high, no two providers look the same, long names stay inside the
     picture.
     """
-    names = [f"p{i}" for i in range(12)]
+    names = [f"p{i}" for i in range(48)]
     rows = [row(name, case=f"model-{i % 9}-{'long ' * 30}{i}", device_us=1.0, limit="copy", share_of_limit=0.1 + i / 50)
             for i in range(45) for name in names]  # fmt: skip
-    drawn = plots.shares(rows, "title", plots.colouring(names))
+    drawn = plots.shares(rows, "title", charts.look(names))
     looks = {(tuple(c.get_facecolor()[0]), c.get_paths()[0].vertices.tobytes()) for c in drawn.axes[0].collections}
     assert len(looks) == len(names)
     assert drawn.get_figheight() < 45
@@ -155,17 +166,29 @@ def test_a_plot_of_many_cases_can_be_read(tmp_path):
 
 def test_lines_of_floors_differ_and_powers_of_ten_are_plain():
     rows = sweep_record().rows
-    axes = plots.lines(rows, "title", "cube", "time, µs", plots.colouring(measured(rows))).axes[0]
+    axes = plots.lines(rows, "title", "cube", "time, µs", charts.look(measured(rows))).axes[0]
     assert axes.yaxis.get_major_formatter()(1000.0) == "1,000"
     assert axes.yaxis.get_minor_formatter()(20.0) == "20"
     floors = [line.get_linestyle() for line in axes.lines if line.get_label().startswith("floor-")]
     assert len(floors) == len(set(floors)) == 2
 
 
+def test_lines_of_32_providers_and_4_floors_differ_in_every_plot():
+    """Also in one from which the first are absent."""
+    names = [*(f"floor-{i}" for i in range(4)), *(f"p{i}" for i in range(32))]
+    rows = [row(name, case=f"cube-{n}", device_us=1.0) for n in (1, 2, 4) for name in names]
+    looks = {}
+    for some in (rows, [r for r in rows if r.provider not in names[:9]]):
+        axes = plots.lines(some, "title", "cube", "time, µs", charts.look(names)).axes[0]
+        looks[len(some)] = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in axes.lines}
+    every, rest = looks.values()
+    assert len(set(every.values())) == 36 and rest == {name: every[name] for name in names[9:]}
+
+
 def test_a_legend_of_long_names_is_whole_and_tells_them_apart():
     names = [f"package.{'module.' * 20}:kernel_{i}" for i in range(5)]
     rows = [row(name, device_us=1.0, share_of_limit=0.5) for name in names]
-    drawn = plots.shares(rows, "title", plots.colouring(names))
+    drawn = plots.shares(rows, "title", charts.look(names))
     drawn.canvas.draw()
     (legend,) = drawn.legends
     assert drawn.bbox.x0 <= legend.get_window_extent().x0 and legend.get_window_extent().x1 <= drawn.bbox.x1

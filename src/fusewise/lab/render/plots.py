@@ -7,7 +7,7 @@ from __future__ import annotations
 import io
 import textwrap
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib import rc_context
@@ -18,13 +18,14 @@ from ..analysis import is_floor, is_ours
 from ..folder import file_name
 from ..record import Record, Row, write_atomically
 from . import gigabytes_per_second, measured, printable, shortened, sweep
+from .charts import Look, look
 
-#: Colours that colour-blind readers can distinguish (Okabe and Ito); repeated with dashes.
+#: Colours that colour-blind readers can distinguish (Okabe and Ito).
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C6D00", "#444444")
 #: Combined with the colours, these are unique for 48 providers.
 MARKERS = ("o", "s", "^", "D", "v", "P")
-#: Of the floors, which are all black.
-FLOOR_DASHES = (":", "-.", "--")
+#: Combined with the colours, these are unique for 32; floors, which are all black, take them from the end.
+DASHES = ("-", "--", "-.", ":")
 LONGEST_LABEL = 60  # characters of a name in a legend
 
 
@@ -35,7 +36,7 @@ def draw(record: Record, directory: Path) -> list[str]:
     for row in record.rows:
         if row.device_us is not None:
             kinds.setdefault((row.dtype, row.pass_), []).append(row)
-    colours = colouring(measured(record.rows))
+    looks = look(measured(record.rows))
     names = []
     for (dtype, pass_), rows in kinds.items():
         stem = file_name(f"{record.request['op']}-{dtype}-{pass_.replace('+', '-')}")
@@ -44,26 +45,19 @@ def draw(record: Record, directory: Path) -> list[str]:
         if prefix is None and all(is_floor(row.provider) or row.share_of_limit is None for row in rows):
             continue
         if prefix is None:
-            names.append(save(shares(rows, caption, colours), directory, f"{stem}-share.png"))
+            names.append(save(shares(rows, caption, looks), directory, f"{stem}-share.png"))
             continue
         title = f"{prefix} {caption}"
-        names.append(save(lines(rows, title, prefix, "time, µs", colours), directory, f"{stem}-time.png"))
-        names.append(save(lines(rows, title, prefix, "GB/s", colours), directory, f"{stem}-bandwidth.png"))
+        names.append(save(lines(rows, title, prefix, "time, µs", looks), directory, f"{stem}-time.png"))
+        names.append(save(lines(rows, title, prefix, "GB/s", looks), directory, f"{stem}-bandwidth.png"))
     return names
 
 
-def colouring(names: Sequence[str]) -> dict[str, str]:
-    """One colour per provider in all plots of a record; floors are black."""
-    rivals = [name for name in names if not is_floor(name)]
-    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(rivals)}
-    return {name: colours.get(name, "#000000") for name in names}
-
-
-def lines(rows: Sequence[Row], title: str, label: str, quantity: str, colours: Mapping[str, str]) -> Figure:
+def lines(rows: Sequence[Row], title: str, label: str, quantity: str, looks: Look) -> Figure:
     """One line per provider over the number in the case name."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for i, name in enumerate(measured(rows)):
+    for name in measured(rows):
         points = []
         for row in rows:
             value = row.device_us if quantity.startswith("time") else gigabytes_per_second(row)
@@ -71,10 +65,12 @@ def lines(rows: Sequence[Row], title: str, label: str, quantity: str, colours: M
                 points.append((int(row.case.rpartition("-")[2]), value))
         if not points:
             continue
-        style = FLOOR_DASHES[i % len(FLOOR_DASHES)] if is_floor(name) else "-" if i < len(COLOURS) else "--"
+        number = looks[name][0]
+        style = DASHES[(-1 - number if is_floor(name) else number // len(COLOURS)) % len(DASHES)]
+        colour = "#000000" if is_floor(name) else COLOURS[number % len(COLOURS)]
         xs, ys = zip(*sorted(points), strict=True)
         width = 2.4 if is_ours(name) else 1.3
-        axes.plot(xs, ys, style, color=colours[name], linewidth=width, label=_label(name))
+        axes.plot(xs, ys, style, color=colour, linewidth=width, label=_label(name))
     if quantity.startswith("time"):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:,g}")  # plain text: by default powers of ten are formulas
@@ -87,7 +83,7 @@ def lines(rows: Sequence[Row], title: str, label: str, quantity: str, colours: M
     return figure
 
 
-def shares(rows: Sequence[Row], title: str, colours: Mapping[str, str]) -> Figure:
+def shares(rows: Sequence[Row], title: str, looks: Look) -> Figure:
     """Share of the limit: a line per case, a mark per provider."""
     names = [name for name in measured(rows) if not is_floor(name)]
     cases = list(dict.fromkeys(row.case for row in rows))
@@ -96,13 +92,14 @@ def shares(rows: Sequence[Row], title: str, colours: Mapping[str, str]) -> Figur
     columns = max(1, min(4, 120 // (10 + max(len(_label(name)) for name in names))))
     figure = Figure(figsize=(9, 1.6 + 0.2 * (len(names) // columns) + height), layout="constrained")
     axes = figure.subplots()
-    for i, name in enumerate(names):
+    for name in names:
         mine = [row for row in rows if row.provider == name and row.share_of_limit is not None]
-        marker, large = MARKERS[(i + i // len(COLOURS)) % len(MARKERS)], 64 if is_ours(name) else 30
+        shift, colour = divmod(looks[name][0], len(COLOURS))
+        marker, large = MARKERS[(shift + colour) % len(MARKERS)], 64 if is_ours(name) else 30
         axes.scatter(
             [100 * (row.share_of_limit or 0.0) for row in mine],
             [cases.index(row.case) for row in mine],
-            s=large, marker=marker, color=colours[name], edgecolors="white", linewidths=0.5, label=_label(name), zorder=3,
+            s=large, marker=marker, color=COLOURS[colour], edgecolors="white", linewidths=0.5, label=_label(name), zorder=3,
         )  # fmt: skip
     axes.axvline(100, color="#000000", linewidth=0.8)
     axes.set_yticks(range(len(cases)), labels, fontsize="small")

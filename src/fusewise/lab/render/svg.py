@@ -20,7 +20,7 @@ SERIES = 8
 LONGEST_LABEL = 36  # characters of a name next to its bar
 FEWEST_TICKS = 3
 CHARACTER, LINE = 6.4, 13.0  # about as wide and as high as a label's text
-#: Marker outlines in a 10 × 10 box around the origin, distinguishable without colour.
+#: Marker outlines in a 10 × 10 box around the origin, distinguishable without colour; with colours unique for 48 series.
 SHAPES = (
     "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0",
     "M-3.6,-3.6h7.2v7.2h-7.2z",
@@ -155,9 +155,10 @@ def named(axis: Axis) -> str:
 
 
 def marker(series: int, classes: str = "") -> Markup:
-    """A series' marker, drawn around the origin."""
-    shape = SHAPES[(series + series // SERIES) % len(SHAPES)]
-    return el("path", d=shape, class_=f"s{series % SERIES} {classes}".strip())
+    """A series' marker, drawn around the origin. Each round of the colours starts at the next shape."""
+    shift, colour = divmod(series, SERIES)
+    shape = SHAPES[(shift + colour) % len(SHAPES)]
+    return el("path", d=shape, class_=f"s{colour} {classes}".strip())
 
 
 def linked(mark: Mark, x: float, y: float, series: int, classes: str) -> Markup:
