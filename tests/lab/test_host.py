@@ -1,5 +1,7 @@
 """Host time against device time: which one dominates a call, and the sentences about it, on constructed rows."""
 
+import dataclasses
+
 import pytest
 from builders import HOSTILE, SERVED, gpu_record, row, study_record
 
@@ -34,6 +36,10 @@ def test_the_answer_is_in_the_numbers_of_the_groups():
     (alone,) = host.answer(host.groups(r for r in gpu_record().rows if r.case == "chunk"))
     said = "In 1 of 1 comparisons torch.compile is limited by the device: torch.compile takes 1.08 times the device time of "
     assert alone.startswith(f"{said}the hand-written kernel with the fastest call")
+    decode = [r for r in gpu_record().rows if r.case == "decode"]
+    twice = [dataclasses.replace(r, case="twice", device_us=2 * r.device_us, host_us=2 * r.host_us) for r in decode]
+    both, _ = host.answer(host.groups([*decode, *twice]))
+    assert "In 2 of 2 comparisons" in both and "the device needs 5.00 to 10.0 µs, the call 48.0 to 96.0 µs" in both
     assert (
         "decode fp32 fwd: torch.compile 5.00 µs of device time and 48.0 of host time, fusewise-cuda 3.50 and 5.00."
         in widest

@@ -45,7 +45,7 @@ def test_who_may_not_keep_does_not_and_what_is_odd_is_not_kept(tmp_path, monkeyp
     keeper = truths.Truths(tmp_path, keeps=True)
     right = [torch.ones(4, dtype=torch.float64)]
     keeper.keep(p.task, right, (float("inf"), 0.0))
-    keeper.keep(p.task, [torch.ones(4)], (0.0, 0.0))
+    keeper.keep(p.task, [*right, torch.ones(4)], (0.0, 0.0))
     monkeypatch.setattr(truths, "MOST_BYTES", 8)
     keeper.keep(p.task, right, (0.0, 0.0))
     assert list(tmp_path.iterdir()) == []
