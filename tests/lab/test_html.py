@@ -9,10 +9,10 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
-from builders import HOSTILE, full_record, row, study_record
+from builders import HOSTILE, full_record, measurement, row, study_record
 
 from fusewise.lab import record
-from fusewise.lab.render import html, markdown, script, svg
+from fusewise.lab.render import charts, html, markdown, script, svg
 
 VOID = {"meta", "link", "input", "br", "img"}
 
@@ -157,6 +157,21 @@ def test_axes_hold_their_values_and_have_ticks(values, log):
 )
 def test_tick_labels_are_short(value, label):
     assert svg.short(value) == label
+
+
+@pytest.mark.parametrize(
+    ("prepared", "axis", "label"),
+    [
+        ({}, "minimum bytes", "7.63 MiB minimum"),
+        ({"predicted_peak_bytes": 2048}, "bytes predicted", "2.00 KiB predicted"),
+    ],
+)
+def test_memory_is_drawn_over_the_prediction_or_else_the_minimum(prepared, axis, label):
+    made = study_record(
+        [row("eager", device_us=1.0, peak_bytes=3072)], [measurement("eager", [[1.0]], prepared=prepared)]
+    )
+    drawn = str(charts.memory(made, charts.look(["eager"]), {made.rows[0].id: "row-0"}))
+    assert f">{axis} (log scale)<" in drawn and f"peak 3.00 KiB, {label}<" in drawn
 
 
 def test_48_providers_have_markers_of_their_own():
