@@ -179,7 +179,11 @@ def test_lines_of_32_providers_and_4_floors_differ_in_every_plot():
     rows = [row(name, case=f"cube-{n}", device_us=1.0) for n in (1, 2, 4) for name in names]
     looks = {}
     for some in (rows, [r for r in rows if r.provider not in names[:9]]):
-        axes = plots.lines(some, "title", "cube", "time, µs", charts.look(names)).axes[0]
+        drawn = plots.lines(some, "title", "cube", "time, µs", charts.look(names))
+        (axes,), (legend,) = drawn.axes, drawn.legends
+        drawn.draw_without_rendering()
+        assert legend.get_window_extent().y0 >= 0 and legend.get_window_extent().y1 <= axes.get_window_extent().y0
+        assert axes.get_window_extent().height > drawn.bbox.height / 2
         looks[len(some)] = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in axes.lines}
     every, rest = looks.values()
     assert len(set(every.values())) == 36 and rest == {name: every[name] for name in names[9:]}
@@ -189,7 +193,7 @@ def test_a_legend_of_long_names_is_whole_and_tells_them_apart():
     names = [f"package.{'module.' * 20}:kernel_{i}" for i in range(5)]
     rows = [row(name, device_us=1.0, share_of_limit=0.5) for name in names]
     drawn = plots.shares(rows, "title", charts.look(names))
-    drawn.canvas.draw()
+    drawn.draw_without_rendering()
     (legend,) = drawn.legends
     assert drawn.bbox.x0 <= legend.get_window_extent().x0 and legend.get_window_extent().x1 <= drawn.bbox.x1
     assert len({text.get_text() for text in legend.get_texts()}) == 5

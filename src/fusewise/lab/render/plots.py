@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
@@ -55,9 +56,9 @@ def draw(record: Record, directory: Path) -> list[str]:
 
 def lines(rows: Sequence[Row], title: str, label: str, quantity: str, looks: Look) -> Figure:
     """One line per provider over the number in the case name."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for name in measured(rows):
+    names = measured(rows)
+    figure, axes = _figure(names, 4.6)
+    for name in names:
         points = []
         for row in rows:
             value = row.device_us if quantity.startswith("time") else gigabytes_per_second(row)
@@ -79,7 +80,7 @@ def lines(rows: Sequence[Row], title: str, label: str, quantity: str, looks: Loo
         axes.set_ylim(bottom=0)
     axes.set(title=printable(title), xlabel=printable(label), ylabel=quantity)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    _legend(figure, names)
     return figure
 
 
@@ -89,9 +90,7 @@ def shares(rows: Sequence[Row], title: str, looks: Look) -> Figure:
     cases = list(dict.fromkeys(row.case for row in rows))
     labels = [textwrap.fill(textwrap.shorten(printable(case), 100, placeholder=" …"), 34) for case in cases]
     height = sum(0.12 + 0.17 * (label.count("\n") + 1) for label in labels)
-    columns = max(1, min(4, 120 // (10 + max(len(_label(name)) for name in names))))
-    figure = Figure(figsize=(9, 1.6 + 0.2 * (len(names) // columns) + height), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _figure(names, 1.6 + height)
     for name in names:
         mine = [row for row in rows if row.provider == name and row.share_of_limit is not None]
         shift, colour = divmod(looks[name][0], len(COLOURS))
@@ -107,8 +106,22 @@ def shares(rows: Sequence[Row], title: str, looks: Look) -> Figure:
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     figure.suptitle(printable(title), fontsize="medium")
-    figure.legend(loc="outside lower center", ncols=columns, fontsize="small")
+    _legend(figure, names)
     return figure
+
+
+def _figure(names: Sequence[str], height: float) -> tuple[Figure, Axes]:
+    """A figure of that height in inches, and room below for the legend of so many names."""
+    figure = Figure(figsize=(9, height + 0.2 * (len(names) // _columns(names))), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _legend(figure: Figure, names: Sequence[str]) -> None:
+    figure.legend(loc="outside lower center", ncols=_columns(names), fontsize="small")
+
+
+def _columns(names: Sequence[str]) -> int:
+    return max(1, min(4, 120 // (10 + max(len(_label(name)) for name in names))))
 
 
 def _label(name: str) -> str:
