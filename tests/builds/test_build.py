@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -13,6 +14,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -189,7 +191,7 @@ def test_a_compiler_by_a_relative_path(
 
 def run(code: str, cache: Path, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [sys.executable, "-c", textwrap.dedent(code)], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True, env={**os.environ, "FUSEWISE_CACHE_DIR": str(cache.parent), **environment},
     )  # fmt: skip
 
@@ -240,6 +242,37 @@ def test_a_build_killed_in_the_middle_leaves_nothing_that_is_used(
     assert out == "42\n", error
     assert (tmp_path / "builds").read_text() == "build\nbuild\n"
     assert not list(cache.glob("*.tmp")), "what the killed build left is cleared"
+
+
+def test_where_files_cannot_be_locked_what_another_process_built_meanwhile_stays(
+    cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may already be in use there."""
+
+    def refused(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    run, made = build._run, []
+
+    def overtaken(*arguments: Any) -> Any:
+        monkeypatch.setattr(build, "_run", run)
+        made.append(build.prepared("answer", [source], cxx, FLAGS).parent.stat().st_ino)
+        return run(*arguments)
+
+    cxx = build.cxx()
+    monkeypatch.setattr(build, "_run", overtaken)
+    assert make(source) == 42
+    assert [entry.stat().st_ino for entry in entries(cache)] == made
+
+
+def test_a_compiler_does_not_read_the_programs_input(cache: Path, source: Path, tmp_path: Path) -> None:
+    reader = tmp_path / "reader"
+    reader.write_text(f'#!/bin/sh\ncat\nexec {shutil.which("c++")} "$@"\n')
+    reader.chmod(0o755)
+    child = run(BUILD.format(source=str(source), flags=FLAGS) + "    print(input())", cache, CXX=str(reader))
+    out, error = child.communicate("mine\n", timeout=120)
+    assert out == "42\nmine\n", error
 
 
 def test_without_a_compiler_rope_runs_on_the_reference_and_can_say_why(cache: Path, tmp_path: Path) -> None:

@@ -347,9 +347,15 @@ def _build(name: str, entry: Path, sources: Sequence[Path], compiler: Compiler, 
         digest.write_text(_digest(path))
         digest.chmod(0o600)
         _sync(digest)
-        if entry.exists():  # damaged: move it away first, since rename cannot replace a folder that is not empty
-            os.replace(entry, trash)
-        os.replace(work, entry)
+        try:
+            os.replace(work, entry)  # which cannot replace a folder that is not empty
+        except OSError:
+            if not entry.exists():
+                raise
+            # One that another process has built meanwhile, without locks, may be in use already: it stays.
+            if not _intact(entry):
+                os.replace(entry, trash)
+                os.replace(work, entry)
         _sync(entry.parent)
         _BUILT.append(entry)
     finally:
@@ -383,8 +389,9 @@ def _sync(path: Path) -> None:
 def _run(command: Sequence[str], timeout: float, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "LC_ALL": "C"}
     return subprocess.run(
-        command, capture_output=True, text=True, errors="replace", timeout=timeout, env=environment, cwd=folder
-    )
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout,
+        env=environment, cwd=folder,
+    )  # fmt: skip
 
 
 def _tail(output: str) -> str:

@@ -119,7 +119,7 @@ def check_private(path: Path, status: os.stat_result) -> None:
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[bool]:
     """Hold a file lock, which the OS releases if the process dies; yields whether locking worked. Without locks (some
-    network file systems) processes may do the same work concurrently, and the last result stays."""
+    network file systems) processes may do the same work concurrently, and one of the results stays."""
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
