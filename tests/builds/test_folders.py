@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fusewise._shared import build
-from fusewise._shared.cache import Refused, folder
+from fusewise._shared.cache import Refused, _unmapped, folder
 
 from .support import entries, forget, make
 
@@ -25,6 +25,9 @@ def test_what_others_may_write_to_is_refused(cache: Path, source: Path, which: s
     make(source)
     (entry,) = entries(cache)
     path = {"root": cache.parent, "folder": cache, "entry": entry, "library": entry / "library.so"}[which]
+    path.chmod(0o755)
+    forget()
+    assert make(source) == 42
     path.chmod(0o700 | mode)
     forget()
     with pytest.raises(build.BuildError, match="writable by others"):
@@ -98,6 +101,19 @@ def test_a_cache_folder_that_cannot_be_made_is_an_error(
         make(source)
 
 
+def test_a_library_that_cannot_be_loaded_is_named_with_the_one_fix(
+    monkeypatch: pytest.MonkeyPatch, source: Path, cache: Path
+) -> None:
+    """As on a file system that forbids execution."""
+
+    def refused(path: str) -> None:
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    monkeypatch.setattr("ctypes.CDLL", refused)
+    with pytest.raises(build.BuildError, match=r"library\.so: failed to map.*; set FUSEWISE_CACHE_DIR$"):
+        make(source)
+
+
 def test_a_user_without_a_home_is_told_what_to_set(
     monkeypatch: pytest.MonkeyPatch, source: Path, cache: Path, tmp_path: Path
 ) -> None:
@@ -151,6 +167,18 @@ def test_an_ancestor_of_another_user_or_group_is_refused(
     os.chown(tmp_path, 0, 0)
     forget()
     assert make(source) == 42  # writable by the user's own group
+
+
+@pytest.mark.parametrize(
+    ("users", "user", "unmapped"),
+    [("0 0 4294967295", 65534, False), ("0 1000 1", 65534, True), ("0 1000 1", 1000, False)],
+)
+def test_only_in_a_user_namespace_a_user_stands_for_those_outside(
+    users: str, user: int, unmapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"/proc/self/uid_map": f"         {users}\n", "/proc/sys/kernel/overflowuid": "65534\n"}
+    monkeypatch.setattr(Path, "read_text", lambda path: files[str(path)])
+    assert _unmapped(user) == unmapped
 
 
 def test_folders_that_are_made_are_the_users_alone_whatever_the_umask(

@@ -236,7 +236,9 @@ def _as_build_error(name: str) -> Iterator[None]:
     except cache.Refused as error:
         raise BuildError(str(error)) from None
     except OSError as error:
-        raise BuildError(f"the library of {name} cannot be made, kept or loaded: {error}") from error
+        raise BuildError(
+            f"the library of {name} cannot be made, kept or loaded: {error}; set FUSEWISE_CACHE_DIR"
+        ) from error
 
 
 def _key(sources: Sequence[Path], compiler: Compiler | None, flags: Sequence[str]) -> str:
