@@ -157,6 +157,7 @@ def test_an_ancestor_of_another_user_or_group_is_refused(
         pytest.skip("only root gives folders away")
     for user, group, mode, words in (
         (54321, 0, 0o755, "belongs to user 54321"),
+        (0, 54321, 0o757, "writable by others"),
         (0, 54321, 0o775, "writable by others"),
     ):
         os.chown(tmp_path, user, group)

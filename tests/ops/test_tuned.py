@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -249,6 +250,19 @@ def test_a_folder_that_cannot_be_made_is_one_clear_error(source: Path, tmp_path:
     with pytest.raises(files.Refused, match="FUSEWISE_CACHE_DIR"):
         tuned(source).keep(-1, KEY, Tile(128), FOUND)
     assert tuned(source).find(-1, KEY) is None
+
+
+def test_a_full_disk_costs_nothing_that_was_kept(source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned(source).keep(-1, KEY, Tile(128), FOUND)
+    before = sorted(cache.iterdir())
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(files.Refused, match=r"No space left on device; set FUSEWISE_CACHE_DIR"):
+        tuned(source).keep(-1, KEY, Tile(64), FOUND)
+    assert tuned(source).find(-1, KEY) == Tile(128) and sorted(cache.iterdir()) == before
 
 
 def test_the_environment_turns_it_off(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

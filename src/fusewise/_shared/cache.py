@@ -120,7 +120,7 @@ def check_private(path: Path, status: os.stat_result) -> None:
 def locked(path: Path) -> Iterator[bool]:
     """Hold a file lock, which the OS releases if the process dies; yields whether locking worked. Without locks (some
     network file systems) processes may do the same work concurrently, and one of the results stays."""
-    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+") as file:
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
@@ -140,7 +140,7 @@ def read(path: Path) -> Any:
     """
     try:
         check_folder(path.parent)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     except OSError as error:
