@@ -241,7 +241,7 @@ def test_outputs_that_share_memory_are_refused() -> None:
     expanded = torch.empty(1, 1, 2, 16).expand(1, 4, 2, 16)
     refused(
         ValueError,
-        r"^rope: out for q must not have elements that share",
+        r"^rope: out for q must not have elements that share .*; give it memory of its own$",
         expanded,
         lambda: fusewise.rope(q, **TABLE, out=expanded),
     )
