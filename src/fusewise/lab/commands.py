@@ -16,6 +16,9 @@ from .record import Json, Record
 from .render import groups, html, markdown, printable, size, terminal
 from .study import Study
 
+#: Of a run directory.
+WRITTEN = ("record.json", "rows.jsonl", "report.md", "report.html")
+
 
 def run(
     options: Options, append_rows: Path | None = None, resume: bool = False, code: bool = True, alone: bool = True
@@ -61,14 +64,14 @@ def _limited(options: Options) -> bool:
 
 def _appendable(path: Path | None, out: Path) -> set[tuple[str, str]]:
     """(run, id) of the rows already in a file, so that they are not appended twice; empty if the file cannot be read
-    back, e.g. a pipe. Raises folder.Refused if the file cannot be appended to, or is among those of the run directory,
-    which the study writes itself: better now than after an hour. Leaves no new file behind.
+    back, e.g. a pipe. Raises folder.Refused if the file cannot be appended to, or is one that the study writes itself:
+    better now than after an hour. Leaves no new file behind.
     """
     if path is None:
         return set()
-    if path.resolve().parent == out.resolve():
+    if path.resolve() in [out.resolve() / own for own in WRITTEN]:
         raise folder.Refused(
-            f"study: --append-rows must be a file outside the run directory, whose rows.jsonl has the rows, got {path}; choose another"
+            f"study: --append-rows must be a file other than those that the study writes, got {path}; choose another"
         )
     new = not path.exists()
     try:
