@@ -1,7 +1,9 @@
-"""Puts the fake providers on PYTHONPATH, where child processes find them like a third-party package."""
+"""Puts the fake providers on PYTHONPATH, where child processes find them like a third-party package; fixtures of several files."""
 
+import functools
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +35,16 @@ def jax() -> Any:
     found = pytest.importorskip("jax")
     found.config.update("jax_platforms", "cpu")
     return found
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory):
+    """The processes that check functions are forked from one that has imported torch, which takes them most of their time.
+    `test_survival` starts them as a command does."""
+    from fusewise.lab.nursery import Nursery
+    from fusewise.lab.process import WorkerProcess
+    from fusewise.lab.targets import user
+
+    with closing(Nursery(tmp_path_factory.mktemp("nursery") / "log")) as nursery, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(user, "WorkerProcess", functools.partial(WorkerProcess, nursery=nursery))
+        yield

@@ -1,5 +1,5 @@
 """User functions: called on arguments made from text, checked against themselves in float64. Where they come from is in
-test_user_places.py, what is counted of them in test_user_counts.py.
+test_user_places.py and test_user_python.py, what is counted of them in test_user_counts.py.
 """
 
 from dataclasses import replace
