@@ -3,6 +3,7 @@ error messages."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Callable
@@ -356,6 +357,61 @@ def test_a_layer_made_in_inference_mode_serves_gradients() -> None:
     layer(positions, leaf)[0].sum().backward()
     layer(positions.expand(3, N), leaf * 1)[0].sum().backward()
     assert leaf.grad is not None
+
+
+class Elsewhere(Tensor):
+    """A tensor that says to be on another device; `moves` counts its copies to that of a query."""
+
+    device = torch.device("meta")
+    moves = 0
+
+    def to(self, *_: Any) -> Tensor:  # type: ignore[override]
+        Elsewhere.moves += 1
+        return self.as_subclass(Tensor).clone()
+
+
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 25, "short_factor": SHORT, "long_factor": LONG}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "axes", "options"),
+    [
+        ({}, (), {}), (LONGROPE, (), {}), ({"mrope_section": [4, 6, 6]}, (3,), {}),
+        ({"rope_type": "openpangu", **DEALT}, (3,), {}),
+        ({"rope_type": "deepseek_yarn", **STRETCHED}, (), {}),
+        ({}, (), {"dual_chunk_attention_config": {"chunk_size": 20, "local_size": 4}}),
+    ],
+)  # fmt: skip
+def test_a_table_moves_once_to_the_device_of_the_queries(parameters: Any, axes: Any, options: Any) -> None:
+    """As in vLLM. It remains a buffer, and one moved in inference mode serves gradients."""
+    LAYERS.clear()
+    layer = get_rope(D, ROWS, True, parameters, **options).to(DEVICE)
+    positions, q, k = torch.arange(N, device=DEVICE).expand(*axes, N), randn(N, HQ, D), randn(N, HK, D)
+    flat = (lambda x: x.flatten(1)) if "short_factor" in parameters else torch.clone
+    expected = layer(positions, flat(q), flat(k))
+    buffers = dict(layer.named_buffers())
+    for name, table in buffers.items():
+        setattr(layer, name, table.as_subclass(Elsewhere))
+    Elsewhere.moves = 0
+    with torch.inference_mode():
+        moved = layer(positions, flat(q), flat(k))
+    assert all(map(torch.equal, moved, expected))
+    assert Elsewhere.moves == len(buffers) == len(dict(layer.named_buffers())) and not layer.state_dict()
+    leaf = q.clone().requires_grad_()
+    layer(positions, flat(leaf * 1), flat(k))[0].sum().backward()
+    assert leaf.grad is not None and Elsewhere.moves == len(buffers)
+    LAYERS.clear()
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_a_call_without_data_leaves_the_table(fake: bool) -> None:
+    elsewhere = "xpu" if fake else "meta"
+    layer = vllm.RotaryEmbedding(D, D, ROWS, BASE, True, torch.float32)
+    table = layer.cos_sin_cache
+    mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
+    with mode:
+        layer(torch.arange(N, device=elsewhere), torch.empty(N, HQ * D, device=elsewhere))
+    assert layer.cos_sin_cache is table
 
 
 NEEDED = {

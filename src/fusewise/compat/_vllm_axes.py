@@ -17,7 +17,7 @@ from ..ops.rope._validate import INTS, check_tensor
 from ._check import above_zero, flag, shape_of, whole
 from ._shared import rotate_images
 from ._vllm_mrope import MRotaryEmbedding, axes_of, pairs_of_axes
-from ._vllm_rope import RotaryEmbedding
+from ._vllm_rope import RotaryEmbedding, on_device_of
 from ._vllm_scaling import of_grown_base
 
 
@@ -64,7 +64,7 @@ class _AxisOfEveryPair(MRotaryEmbedding):
 
     def _rows(self, positions: Tensor, cache: Tensor) -> Tensor:
         """[cos | sin] per token (T, 2P), each pair at the position on its axis; NaN for positions outside the table."""
-        wanted = positions.index_select(0, self._pair_axes.to(positions.device)).T[:, None].long()
+        wanted = positions.index_select(0, on_device_of(positions, self, "_pair_axes")).T[:, None].long()
         there = wanted.clamp(0, cache.shape[0] - 1)
         rows = cache.view(len(cache), 2, -1).gather(0, there.expand(-1, 2, -1))
         return rows.masked_fill_(there != wanted, math.nan).flatten(-2)
@@ -331,4 +331,4 @@ class Llama4VisionRotaryEmbedding(RotaryEmbedding):
         if len(shape) != 4 or (shape[1], shape[3]) != (tokens, 2 * pairs):
             contract = f"have shape (batch, {tokens}, heads, {2 * pairs})"
             fail(op, "query", contract, tuple(shape), "pass all patches and the image's token, heads of 2 · rotary_dim")
-        return rotate_images(query, key, table.to(query.device), impl)
+        return rotate_images(query, key, on_device_of(query, self), impl)

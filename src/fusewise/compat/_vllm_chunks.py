@@ -15,7 +15,7 @@ from ..ops.rope import rope, tables
 from ..ops.rope._validate import INTS, check_tensor
 from ._check import shape_of, whole
 from ._shared import heads, pairing_of_neox, unit_stride
-from ._vllm_rope import RotaryEmbedding, moved
+from ._vllm_rope import RotaryEmbedding, moved, on_device_of
 
 
 class DualChunkRotaryEmbedding(RotaryEmbedding):
@@ -105,7 +105,7 @@ class DualChunkRotaryEmbedding(RotaryEmbedding):
             place + chunk,
         )
         call: dict[str, Any] = {
-            "cos_sin": self.cos_sin_cache.to(q.device),
+            "cos_sin": on_device_of(q, self),
             "pairing": pairing_of_neox(op, self.is_neox_style),
             "rotary_dim": self.rotary_dim,
             "impl": impl,

@@ -12,7 +12,7 @@ from ..ops._common import check_count, fail, shown
 from ..ops.rope import rope_
 from ._check import WRONG, explain, flag, shape_of, whole
 from ._shared import alike, cut, heads, pairing_of_neox, rotate_as_given
-from ._vllm_rope import RotaryEmbedding
+from ._vllm_rope import RotaryEmbedding, on_device_of
 from ._vllm_yarn import Yarn, yarn_cache
 
 
@@ -113,7 +113,7 @@ class MRotaryEmbedding(RotaryEmbedding):
         q = heads(op, "query", query, 1, self.head_size)
         k = None if key is None else heads(op, "key", key, 1, self.head_size)
         call: dict[str, Any] = {
-            "cos_sin": self.cos_sin_cache.to(query.device),
+            "cos_sin": on_device_of(query, self),
             "positions": positions,
             "layout": "thd",
             "pairing": pairing_of_neox(op, self.is_neox_style),

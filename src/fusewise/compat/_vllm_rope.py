@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops._common import MAX_POSITION, check_count, fail, shown
+from ..ops._common import MAX_POSITION, check_count, fail, jit_traces, shown
 from ..ops.rope import rope, rope_, tables
 from ..ops.rope._validate import INTS
 from ..ops.rope._validate import check_tensor as check_kind
@@ -116,7 +116,7 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Apply `rotary_embedding` to query and key in place; return both."""
         check_tensor("rotary_embedding", "query", query)
-        cache = self.cos_sin_cache.to(query.device)
+        cache = on_device_of(query, self)
         rotary_embedding(positions, query, key, self.head_size, cache, self.is_neox_style)
         return query, key
 
@@ -127,7 +127,7 @@ class RotaryEmbedding(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """`forward` out of place, with torch operations; differentiable."""
         check_tensor("rotary_embedding", "query", query)
-        cache = self.cos_sin_cache.to(query.device)
+        cache = on_device_of(query, self)
         return self.forward_static(positions, query, key, self.head_size, self.rotary_dim, cache, self.is_neox_style)
 
     @staticmethod
@@ -231,6 +231,20 @@ def packed_qk_rope_(xqkv: Tensor, freqs_cis: Tensor) -> None:
     heads_of_both = xqkv[:, :2].flatten(1, 2)
     tables_of = complex_tables(freqs_cis, xqkv, 0)
     rope_(heads_of_both, cos=tables_of["cos"], sin=tables_of["sin"], layout="thd", pairing="interleaved")
+
+
+def on_device_of(x: Tensor, layer: nn.Module, name: str = "cos_sin_cache") -> Tensor:
+    """A buffer of the layer on the device of x. It moves there once, as in vLLM; traces, and calls on fake or meta tensors,
+    leave it where it is."""
+    table: Tensor = getattr(layer, name)
+    if table.device == x.device:
+        return table
+    with torch.inference_mode(False):  # later calls may need gradients
+        moved = table.to(x.device)
+    traced = torch.compiler.is_compiling() or jit_traces()
+    if not traced and type(moved) is Tensor and not moved.is_meta:
+        setattr(layer, name, moved)
+    return moved
 
 
 def stretched(positions: int, factor: float) -> int:

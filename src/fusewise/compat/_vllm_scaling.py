@@ -16,7 +16,7 @@ from ..ops._common import check_count, fail, shown
 from ..ops.rope import tables
 from ._check import above_zero, check_tensor, flag, number, whole
 from ._shared import heads, rotate_pair
-from ._vllm_rope import RotaryEmbedding, moved, stretched
+from ._vllm_rope import RotaryEmbedding, moved, on_device_of, stretched
 
 
 class LinearScalingRotaryEmbedding(RotaryEmbedding):
@@ -258,7 +258,8 @@ class Phi3LongRoPEScaledRotaryEmbedding(nn.Module):
         check_tensor(op, "query", query)
         q = heads(op, "query", query, 1, self.head_size)
         k = None if key is None else heads(op, "key", key, 1, self.head_size)
-        cache, original = self.long_short_cos_sin_cache.to(query.device), self.original_max_position_embeddings
+        original = self.original_max_position_embeddings
+        cache = on_device_of(query, self, "long_short_cos_sin_cache")
         q, k = rotate_pair(
             q, k, cos_sin=cache[original:] if self.use_long_rope else cache[:original],
             positions=moved(op, positions, offsets), layout="thd", rotary_dim=self.rotary_dim,

@@ -12,7 +12,7 @@ from ..ops._common import fail
 from ..ops.rope import tables
 from ._check import above_zero, flag, number, shape_of
 from ._shared import heads, rotate_as_given
-from ._vllm_rope import RotaryEmbedding, moved, rotary_embedding, stretched
+from ._vllm_rope import RotaryEmbedding, moved, on_device_of, rotary_embedding, stretched
 
 
 class Yarn(NamedTuple):
@@ -192,7 +192,7 @@ class DeepseekV4ScalingRotaryEmbedding(DeepseekScalingRotaryEmbedding):
         if width < self.rotary_dim:
             contract = f"have heads of at least rotary_dim = {self.rotary_dim} features"
             fail(op, "query", contract, tuple(query.shape), "pass heads in a dimension")
-        return moved(op, positions, offsets), width, self.cos_sin_cache.to(query.device)
+        return moved(op, positions, offsets), width, on_device_of(query, self)
 
 
 def yarn_cache(layer: RotaryEmbedding, factor: float, yarn: Yarn) -> tuple[Tensor, float]:
