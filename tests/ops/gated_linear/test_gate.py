@@ -249,7 +249,7 @@ def test_opcheck(text: str) -> None:
 def test_mistakes() -> None:
     u = randn(3, 4)
     for call, error, match in (
-        (lambda: gate(u, u.half(), "silu"), ValueError, "gate: gate must have the dtype of value, float32, got float16"),
+        (lambda: gate(u, u.half(), "silu"), TypeError, "gate: gate must have the dtype of value, float32, got float16"),
         (lambda: gate(u, u[:2], "silu", op="f"), ValueError, r"f: gate must have the shape of value, \(3, 4\), got \(2, 4\)"),
         (lambda: gate(u, u, "swish"), ValueError, "gate: activation must be one of gelu_tanh, .*, got 'swish'"),
         (lambda: gate(u.int(), u, "silu"), TypeError, "gate: value must have dtype float32, .*, got int32"),
@@ -261,6 +261,7 @@ def test_mistakes() -> None:
         (lambda: stacked_gate(randn(3, 5), "silu", gate_first=True), ValueError, "x must have an even last dimension"),
         (lambda: stacked_gradient(u[:, :1], u[:, :3], "silu", gate_first=True), ValueError, "x must have an even last dimension"),
         (lambda: stacked_gradient(u, u, "silu", gate_first=True), ValueError, r"dy must have shape \(3, 2\)"),
+        (lambda: stacked_gradient(u[:, :2].half(), u, "silu", gate_first=True), TypeError, "dtype and device of x .*, got .* float16"),
         (lambda: stacked_gradient(u[:, :2].to("meta"), u, "silu", gate_first=True), ValueError, "device of x .*, got .* meta"),
         (lambda: stacked_gradient(None, u, "silu", gate_first=True), TypeError, "dy must be a torch.Tensor, got NoneType"),
         (lambda: gate(u.double(), u.double(), "silu", impl="cpu"), ValueError, "impl must be able to serve the tensors"),

@@ -52,7 +52,8 @@ def gate(
     for what, text in (("shape", tuple), ("dtype", dtype_name), ("device", str)):
         if getattr(gate, what) != getattr(value, what):
             wanted, got = text(getattr(value, what)), text(getattr(gate, what))
-            fail(op, names[1], f"have the {what} of {names[0]}, {wanted}", got, "match the two")
+            error = TypeError if what == "dtype" else ValueError
+            fail(op, names[1], f"have the {what} of {names[0]}, {wanted}", got, "match the two", error)
     return _apply(value, gate, Spec(activation, "separate"), impl)
 
 
@@ -131,7 +132,8 @@ def _check_half(op: str, name: str, y: Tensor, of_x: str, x: Tensor, fix: str) -
     shape = (*x.shape[:-1], x.shape[-1] // 2)
     if y.shape != shape or y.dtype != x.dtype or y.device != x.device:
         wanted = f"have shape {shape}, and dtype and device of {of_x} ({dtype_name(x.dtype)}, {x.device})"
-        fail(op, name, wanted, f"{tuple(y.shape)}, {dtype_name(y.dtype)}, {y.device}", fix)
+        error = ValueError if y.dtype == x.dtype else TypeError
+        fail(op, name, wanted, f"{tuple(y.shape)}, {dtype_name(y.dtype)}, {y.device}", fix, error)
 
 
 def _check(op: str, name: str, x: Any, activation: str) -> None:
