@@ -206,6 +206,8 @@ def test_threads_may_share_a_module_whose_table_grows() -> None:
     module.cos = made(module._frequencies, 128)[0]  # it has stored one of the two
     other = module.arguments(q)
     assert other["cos"].shape == other["sin"].shape
+    module.sin = torch.empty_like(other["sin"], device="meta")  # one of the two on another device
+    assert module.arguments(q)["sin"].device == q.device
 
 
 def test_a_model_without_memory_gets_its_frequencies_at_a_call_or_a_move() -> None:

@@ -253,7 +253,7 @@ class RotaryEmbedding(nn.Module):
         # An export replaces the table by a fake tensor; one left behind by a trace that has ended is unusable.
         left = isinstance(cos, torch._subclasses.FakeTensor) and cos.fake_mode is not torch._guards.detect_fake_mode()
         whole = cos is not None and sin is not None and cos.shape == sin.shape
-        rows = cos.shape[0] if whole and not left and cos.device == wanted else 0
+        rows = cos.shape[0] if whole and not left and cos.device == sin.device == wanted else 0
         if self.table == "cos_sin" and known(rows < max(length, 1)):
             rows = max(length, self.max_positions, self._reserved, 2 * rows)
             with torch.inference_mode(False):  # as in `_computed`
