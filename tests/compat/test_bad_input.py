@@ -353,6 +353,16 @@ def test_whole_numbers_of_other_kinds_are_taken() -> None:
         flash_attn.apply_rotary_emb_qkv_(rand(B, T, 4, D), **HALF, num_heads_q=two)
         liger.liger_rotary_pos_emb(**PAIR, **TWICE, rotary_dim=4 * two)
         assert diffusers.GEGLU(two, two).proj.out_features == 4
+    two, width = numpy.int64(2), numpy.int64(D)
+    flash_attn.apply_rotary_emb(X[:, :2], **HALF, seqlen_offsets=two)
+    flash_attn.RotaryEmbedding(width)(QKV.clone(), seqlen_offset=two)
+    flashinfer.apply_rope_pos_ids(**PLACED, rotary_dim=width)
+    vllm.rotary_embedding(**{**CACHED, "head_size": width}, **FLAT)
+    for layer in (vllm.RotaryEmbedding, vllm.Gemma4RotaryEmbedding):
+        made = layer(**{**LAYER, "head_size": width, "rotary_dim": width})
+        assert type(made.head_size) is int
+    assert type(vllm.get_rope(width, T).head_size) is int
+    transformer_engine.SwiGLU(glu_interleave_size=two)(rand(3, 8))
     flash_attn.apply_rotary_emb(X, **HALF, interleaved=numpy.True_, inplace=0)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -173,6 +174,22 @@ def test_arguments_of_another_type_are_refused(name: str) -> None:
         RotaryEmbedding(**{"head_dim": 16, name: "8"})
     with pytest.raises(TypeError, match=r"^RotaryEmbedding: length must be an int, got '8'; convert it$"):
         RotaryEmbedding(16, table="cos_sin").reserve("8")
+
+
+@pytest.mark.parametrize("table", ["inv_freq", "cos_sin"])
+def test_integers_of_numpy_are_taken(table: Any) -> None:
+    made = [
+        RotaryEmbedding(kind(16), rotary_dim=kind(8), rotary_start=kind(-8), table=table, max_positions=kind(4))
+        for kind in (int, np.int64)
+    ]
+    q = torch.randn(1, 6, 2, 16)
+    expected = made[0](q, offset=3)
+    assert torch.equal(made[1](q, offset=np.int64(3)), expected)
+    assert all(type(x) is not np.int64 for x in (*vars(made[1]).values(), *made[1].options.values()))
+    parallel = [
+        module(q, context_parallel=(kind(3), kind(4))) for module, kind in zip(made, (int, np.int64), strict=True)
+    ]
+    assert torch.equal(*parallel)
 
 
 def test_a_parameter_of_another_type_is_refused() -> None:

@@ -52,7 +52,7 @@ def cut(op: str, cos: Tensor, sin: Tensor, view: Callable[[Tensor], Tensor]) -> 
 def heads(op: str, name: str, x: Tensor, dims: int, head_size: int) -> Tensor:
     """View x as (…, heads, head_size); x has `dims` leading dimensions, then (heads, head_size) or (heads · head_size,)."""
     shape = shape_of(op, name, x)
-    check_count(op, "head_size", head_size)
+    head_size = check_count(op, "head_size", head_size)
     if len(shape) == dims + 2 and shape[-1] == head_size:
         return x
     if len(shape) != dims + 1 or shape[-1] % head_size:

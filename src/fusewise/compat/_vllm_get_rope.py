@@ -93,7 +93,7 @@ def get_rope(
             layer start with its name or with `rope_tables`.
     """
     op = "get_rope"
-    check_count(op, "head_size", head_size)
+    head_size = check_count(op, "head_size", head_size)
     max_position = whole(op, "max_position", max_position, 0)
     mrope_positions_factor = whole(op, "mrope_positions_factor", mrope_positions_factor, 1)
     is_neox_style = flag(op, "is_neox_style", is_neox_style)

@@ -87,10 +87,10 @@ class RotaryEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         op = type(self).__name__
-        check_count(op, "head_size", head_size)
+        self.head_size = check_count(op, "head_size", head_size)
         if not isinstance(dtype, torch.dtype):
             fail(op, "dtype", "be a torch.dtype", shown(dtype), "pass that of the model", TypeError)
-        self.head_size, self.rotary_dim, self.base, self.dtype = head_size, rotary_dim, base, dtype
+        self.rotary_dim, self.base, self.dtype = rotary_dim, base, dtype
         self.max_position_embeddings = whole(op, "max_position_embeddings", max_position_embeddings, 0)
         self.is_neox_style = flag(op, "is_neox_style", is_neox_style)
         if flag(op, "init_cache", init_cache):

@@ -175,7 +175,7 @@ class Gemma4RotaryEmbedding(RotaryEmbedding):
         dtype: torch.dtype,
     ) -> None:
         op = type(self).__name__
-        check_count(op, "head_size", head_size)
+        head_size = check_count(op, "head_size", head_size)
         self.rope_angles = whole(op, "rotary_dim", rotary_dim, 0, head_size) // 2
         self.nope_angles = head_size // 2 - self.rope_angles
         super().__init__(head_size, head_size, max_position_embeddings, base, is_neox_style, dtype)

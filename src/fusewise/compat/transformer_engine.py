@@ -136,7 +136,7 @@ class SwiGLU(_GateModule):
     def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input)
         if glu_interleave_size is not None:
-            check_count("SwiGLU", "glu_interleave_size", glu_interleave_size)
+            glu_interleave_size = check_count("SwiGLU", "glu_interleave_size", glu_interleave_size)
         self.glu_interleave_size = glu_interleave_size
 
     def forward(self, input: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ class GatedLinear(nn.Module):
         self.in_features = check_count("GatedLinear", "in_features", in_features)
         self.out_features = check_count("GatedLinear", "out_features", out_features)
         self.activation, self.gate_first, self.save, self.impl = activation, gate_first, save, impl
-        linear = nn.Linear(in_features, 2 * out_features, bias, device, dtype)
+        linear = nn.Linear(self.in_features, 2 * self.out_features, bias, device, dtype)
         self.weight = linear.weight
         self.register_parameter("bias", linear.bias)
 
@@ -116,8 +116,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         _check("GatedMLP", activation, save, impl)
         check_bool("GatedMLP", "bias", bias, "pass True for a bias of all three maps")
-        for name, count in (("features", features), ("hidden", hidden)):
-            check_count("GatedMLP", name, count)
+        features, hidden = check_count("GatedMLP", "features", features), check_count("GatedMLP", "hidden", hidden)
         self.activation, self.save, self.impl = activation, save, impl
         self.gate_proj = nn.Linear(features, hidden, bias, device, dtype)
         self.up_proj = nn.Linear(features, hidden, bias, device, dtype)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..ops._common import MAX_POSITION, check_count, check_one_of, exporting, fail, known
+from ..ops._common import MAX_POSITION, as_int, check_count, check_one_of, exporting, fail, known
 from ..ops.rope import rope, tables
 from ..ops.rope._auto import IMPLEMENTATIONS
 from ..ops.rope._problem import LAYOUTS, PAIRINGS, Layout, Pairing, layout_dims
@@ -81,14 +81,14 @@ class RotaryEmbedding(nn.Module):
             check_one_of("RotaryEmbedding", name, value, allowed)
         self.head_dim = check_count("RotaryEmbedding", "head_dim", head_dim)
         self._whole = rotary_dim is None
-        self.rotary_dim = head_dim if rotary_dim is None else check_count("RotaryEmbedding", "rotary_dim", rotary_dim)
+        self.rotary_dim = check_count("RotaryEmbedding", "rotary_dim", self.head_dim if self._whole else rotary_dim)
         self.base, self.rope_type, self.rope_arguments = base, rope_type, parameters
         self.table, self.max_positions = table, check_count("RotaryEmbedding", "max_positions", max_positions)
         self.options: dict[str, Any] = {
             "pairing": pairing,
             "layout": layout,
             "rotary_dim": self.rotary_dim,
-            "rotary_start": rotary_start,
+            "rotary_start": as_int(rotary_start),
             "sections": sections,
             "sections_interleaved": sections_interleaved,
             "impl": impl,
@@ -207,6 +207,7 @@ class RotaryEmbedding(nn.Module):
         context_parallel: tuple[int, int] | None = None,
     ) -> dict[str, Any]:
         """The keyword arguments of `fusewise.rope` for q: frequencies, or tables on its device that cover its positions."""
+        offset = as_int(offset)
         dense = isinstance(q, Tensor) and not q.is_nested  # anything else is rejected by `fusewise.rope`
         if self._whole and dense and q.dim() > 0 and q.shape[-1] != self.head_dim:
             raise ValueError(
@@ -242,7 +243,8 @@ class RotaryEmbedding(nn.Module):
         """
         if device is not None:
             device = torch.empty(0, device=device).device  # resolves "cuda" to an index, as tables have one
-        self._cover(check_count("RotaryEmbedding", "length", length, 0, MAX_POSITION), device)
+        length = check_count("RotaryEmbedding", "length", length, 0, MAX_POSITION)
+        self._cover(length, device)
         self._reserved = max(self._reserved, length)  # only after the tables could be created
 
     def _cover(self, length: int, device: torch.device | None) -> tuple[Any, Any]:
@@ -304,7 +306,8 @@ class RotaryEmbedding(nn.Module):
 def _ranks(context_parallel: Any) -> int:
     """The number of context-parallel ranks; 1 if the argument is invalid."""
     pair = isinstance(context_parallel, (tuple, list)) and len(context_parallel) == 2
-    return context_parallel[1] if pair and isinstance(context_parallel[1], int) else 1
+    ranks = as_int(context_parallel[1]) if pair else 1
+    return ranks if isinstance(ranks, int) else 1
 
 
 # Keys of rope_parameters that older configurations store outside of it, and their names there.

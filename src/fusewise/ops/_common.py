@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -46,8 +47,20 @@ def check_one_of(op: str, name: str, value: object, allowed: Iterable[str]) -> N
         fail(op, name, f"be one of {', '.join(allowed)}", shown(value), "choose one of them")
 
 
-def check_count(op: str, name: str, value: object, least: int = 1, most: int | None = None) -> int:
-    """Check that an option is an int from `least` to `most`, and return it."""
+def as_int(value: Any) -> Any:
+    """The int that an object with `__index__` stands for, such as an integer of NumPy. Anything else is returned unchanged,
+    also a bool, and a tensor: to read that of a GPU is to wait for it."""
+    if isinstance(value, (int, torch.SymInt, Tensor)) or not hasattr(value, "__index__"):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:  # of an array
+        return value
+
+
+def check_count(op: str, name: str, value: Any, least: int = 1, most: int | None = None) -> int:
+    """Check that an option is an integer from `least` to `most`, and return it as an int."""
+    value = as_int(value)
     if not isinstance(value, int) or isinstance(value, bool):
         fail(op, name, "be an int", shown(value), "convert it", TypeError)
     if value < least:

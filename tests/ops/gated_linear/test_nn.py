@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -235,6 +236,12 @@ def test_sizes_are_checked_at_construction(build: Any, names: tuple[str, str]) -
         for value, words in ((0, "be at least 1, got 0"), (8.0, "be an int, got 8.0"), (None, "be an int, got None")):
             with pytest.raises((TypeError, ValueError), match=f"^{build.__name__}: {name} must {words}; "):
                 build(**{**dict.fromkeys(names, 8), name: value}, activation="silu")
+
+
+def test_sizes_may_be_integers_of_numpy() -> None:
+    linear, mlp = (kind(np.int64(8), np.int64(4), activation="silu") for kind in (GatedLinear, GatedMLP))
+    assert linear(torch.randn(3, 8)).shape == (3, 4) and mlp(torch.randn(3, 8)).shape == (3, 8)
+    assert repr((linear, mlp)).count("np.") == 0
 
 
 def test_a_transposed_weight_is_that_of_a_linear() -> None:

@@ -251,6 +251,43 @@ def test_a_call_that_passed_does_not_let_a_wrong_one_pass() -> None:
         fusewise.rope(Q, K, **TABLE, offset=False)
 
 
+def cached(q: torch.Tensor, k: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+    q, caches = q.clone(), torch.zeros(2, 1, 12, 2, 16)
+    fusewise.rope_and_cache_(q, k, k, *caches, torch.arange(12).view(2, 6), layout="bshd", write_k=False, **options)
+    return q, caches[0]
+
+
+WAYS: dict[str, Any] = {
+    "rope": fusewise.rope,
+    "rope_": lambda q, k, **options: fusewise.rope_(q.clone(), k.clone(), **options),
+    "qk_norm_rope": lambda q, k, **options: fusewise.qk_norm_rope(q, k, FREQ.repeat(2), FREQ.repeat(2), **options),
+    "rope_and_cache_": cached,
+}
+
+
+@pytest.mark.parametrize("kind", [numpy.int8, numpy.array])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"offset": 125},  # as an int8 it would overflow at the third token
+        {"rotary_dim": 8, "rotary_start": -8}, {"context_parallel": (1, 2)},
+        {"sections": (4, 2, 2), "positions": torch.randint(9, (3, 6))},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("way", WAYS)
+def test_integers_of_numpy_are_taken(way: str, options: dict[str, Any], kind: Any) -> None:
+    if way == "rope_and_cache_":
+        options = {name: value for name, value in options.items() if name != "context_parallel"}  # it has none
+    converted = {
+        name: tuple(map(kind, x)) if isinstance(x, tuple) else kind(x) if isinstance(x, int) else x
+        for name, x in options.items()
+    }
+    frequencies = FREQ[: options.get("rotary_dim", 16) // 2]
+    results = [WAYS[way](Q, K, inv_freq=frequencies, **given) for given in (options, converted, converted)]
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
 def test_sparse_positions_are_not_those_of_stride_0() -> None:
     """A 1-D sparse tensor reports the strides of an expanded one."""
     q, table = torch.randn(1, 6, 2, 16), make_table("half", 8, 1, torch.float32)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._shared.memo import Memo
-from .._common import FLOATS, check_number, check_one_of, fail, jit_traces, kinds, recording
+from .._common import FLOATS, as_int, check_number, check_one_of, fail, jit_traces, kinds, recording
 from ..rope._validate import check_tensor, shape_of, validated_as_far
 from ._op import choice
 from ._problem import OVERS, Norm
@@ -38,6 +38,7 @@ def validated(
     weight_offset and over) and return the arguments that follow the tensors in the operators, and the largest int
     offset for which it is valid."""
     cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, *rest = rotation
+    offset = as_int(offset)
     offsets = offset if isinstance(offset, Tensor) else None
     key: tuple[Any, ...] | None = None
     if not (torch.compiler.is_compiling() or jit_traces()):

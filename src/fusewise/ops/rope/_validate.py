@@ -15,6 +15,7 @@ from .._common import (
     FLOATS,
     KERNEL_FLOATS,
     MAX_POSITION,
+    as_int,
     check_number,
     check_one_of,
     dtype_name,
@@ -61,6 +62,7 @@ def validated(op: str, q: Tensor, k: Tensor | None, options: tuple[Any, ...]) ->
 def validated_as_far(op: str, q: Tensor, k: Tensor | None, options: tuple[Any, ...]) -> tuple[tuple[Any, ...], float]:
     """The same, together with the largest int offset for which it is valid."""
     cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, *rest = options
+    offset = as_int(offset)
     offsets = offset if isinstance(offset, Tensor) else None
     spec: str | None = None
     max_offset = 0.0
@@ -109,10 +111,10 @@ def _check(op: str, q: Tensor, k: Tensor | None, a: dict[str, Any]) -> tuple[Spe
     pairing, scale = a["pairing"], a["scale"]
     check_one_of(op, "pairing", pairing, PAIRINGS)
     width, start, sections = a["rotary_dim"], a["rotary_start"], a["sections"]
-    if jit_traces():  # widths read from a tensor's shape are tensors; a trace is for one width
-        width, start = map(_traced_width, (width, start))
-        sections = tuple(map(_traced_width, sections)) if isinstance(sections, (tuple, list)) else sections
-    rotary_dim, start = _check_rotary(op, q.shape[-1], width, start)
+    # Of `torch.jit.trace`, widths read from a tensor's shape are tensors; a trace is for one width.
+    of = _traced_width if jit_traces() else as_int
+    sections = tuple(map(of, sections)) if isinstance(sections, (tuple, list)) else sections
+    rotary_dim, start = _check_rotary(op, q.shape[-1], of(width), of(start))
     if jit_traces():
         rotary_dim = int(rotary_dim)
     if k is not None:
@@ -231,7 +233,7 @@ def _check_rotary(op: str, head_dim: int, rotary_dim: Any, start: Any) -> tuple[
 
 
 def _traced_width(x: Any) -> Any:
-    return int(x) if isinstance(x, Tensor) and not x.dim() else x
+    return int(x) if isinstance(x, Tensor) and not x.dim() else as_int(x)
 
 
 def _is_int(value: Any) -> bool:
@@ -260,7 +262,9 @@ def _check_sections(
 def _check_context_parallel(op: str, value: Any, tokens: int, cu_seqlens: Any) -> tuple[int, int]:
     if value is None:
         return 0, 1
-    ok = isinstance(value, (tuple, list)) and len(value) == 2 and all(_is_int(v) for v in value)
+    if isinstance(value, (tuple, list)):
+        value = tuple(map(as_int, value))
+    ok = isinstance(value, tuple) and len(value) == 2 and all(_is_int(v) for v in value)
     if not ok or not 0 <= value[0] < value[1] <= MAX_POSITION:
         fail(op, "context_parallel", "be (rank, size) with 0 <= rank < size", shown(value), "pass e.g. (0, 2)")
     if value[1] > 1 and cu_seqlens is None and tokens % 2:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..._shared.memo import Memo
-from .._common import check_bool, check_one_of, fail, jit_traces, kinds, recording, transforms_active
+from .._common import as_int, check_bool, check_one_of, fail, jit_traces, kinds, recording, transforms_active
 from .._overlap import overlaps, overlaps_itself
 from ..rope._problem import LAYOUTS, layout_dims
 from ..rope._validate import (
@@ -72,7 +72,7 @@ def validated(
     # A fake tensor has no address, and the compiler plans its own memory.
     tracing = torch.compiler.is_compiling() or isinstance(q, torch._subclasses.FakeTensor)
     key, passed = (None, None) if tracing or jit_traces() else _remembered(given, cache_layout, write_k, options)
-    offset = options[6]
+    offset = as_int(options[6])
     if passed is not None and not isinstance(offset, Tensor) and not 0 <= offset <= passed.reach:
         passed = None
     if passed is None:
