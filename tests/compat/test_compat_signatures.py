@@ -104,6 +104,8 @@ SIGNATURES = {
         # Internal: shared between the module's files.
         "stretched": "positions, factor",
         "moved": "op, positions, offsets",
+        "on_device_of": "x, layer, name='cos_sin_cache'",
+        "LayerOfTables": "*args, **kwargs",
     },
     "_vllm_mrope": {
         "MRotaryEmbedding": (

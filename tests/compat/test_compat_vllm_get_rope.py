@@ -342,10 +342,15 @@ DEALT = {"mrope_section": [4, 6, 6], "mrope_interleaved": True}
     ],
 )
 def test_every_layer_can_be_built_on_the_default_device(parameters: Any, dtype: Any) -> None:
-    """As vLLM builds a model, within `torch.device("cuda")`."""
+    """As vLLM builds a model, within `torch.device("cuda")`. One built without memory has its tables after `to_empty`."""
     LAYERS.clear()
     with torch.device("meta"):
-        assert all(x.is_meta for x in get_rope(D, ROWS, True, parameters, dtype).buffers())
+        layer = get_rope(D, ROWS, True, parameters, dtype)
+        assert all(x.is_meta for x in layer.buffers())
+    LAYERS.clear()
+    expected = dict(get_rope(D, ROWS, True, parameters, dtype).named_buffers())
+    torch.nn.Sequential(layer).to_empty(device="cpu")
+    assert all(torch.equal(x, expected.pop(name)) for name, x in layer.named_buffers()) and not expected
     LAYERS.clear()
 
 

@@ -32,7 +32,11 @@ class _AxisOfEveryPair(MRotaryEmbedding):
 
     def _follow(self, axes: list[int]) -> None:
         whole(type(self).__name__, "max_position_embeddings", self.max_position_embeddings, 1)
+        self._followed = axes
         self.register_buffer("_pair_axes", torch.tensor(axes), persistent=False)
+
+    def _computed(self) -> dict[str, Tensor]:
+        return {**super()._computed(), "_pair_axes": torch.tensor(self._followed, device="cpu")}
 
     def forward(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None

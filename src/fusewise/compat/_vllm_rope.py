@@ -65,7 +65,23 @@ def _arguments(
     return q, k, call
 
 
-class RotaryEmbedding(nn.Module):
+class LayerOfTables(nn.Module):
+    """A layer whose buffers are computed, none of which is in its state_dict. Made on the meta device, it has them after
+    `to_empty`, too."""
+
+    def _computed(self) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LayerOfTables:
+        bare = [name for name, x in self._buffers.items() if x is not None and x.is_meta]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, now in [(name, getattr(self, name)) for name in bare]:
+            if not now.is_meta and (computed := self._computed().get(name)) is not None:
+                setattr(self, name, computed.to(now.device, now.dtype))
+        return self
+
+
+class RotaryEmbedding(LayerOfTables):
     """Rotary layer without scaling: frequencies base^(−2i / rotary_dim), cos/sin cache [cos | sin] in `dtype`, as in vLLM.
 
     The cache has max_position_embeddings rows. A subclass may override `_compute_inv_freq` and `_compute_cos_sin_cache`, or
@@ -107,6 +123,9 @@ class RotaryEmbedding(nn.Module):
 
     def _compute_cos_sin_cache(self) -> Tensor:
         return tables.fused_cos_sin(self._compute_inv_freq(self.base), self.max_position_embeddings)
+
+    def _computed(self) -> dict[str, Tensor]:
+        return {"cos_sin_cache": self._compute_cos_sin_cache()}
 
     def get_cos_sin(self, seqlen: int) -> tuple[Tensor, Tensor]:
         """cos and sin of positions 0 … seqlen − 1, each (seqlen, P)."""

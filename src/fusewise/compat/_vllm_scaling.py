@@ -10,13 +10,13 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ops._common import check_count, fail, shown
 from ..ops.rope import tables
 from ._check import above_zero, check_tensor, flag, number, whole
 from ._shared import heads, rotate_pair
-from ._vllm_rope import RotaryEmbedding, moved, on_device_of, stretched
+from ._vllm_rope import LayerOfTables, RotaryEmbedding, moved, on_device_of, stretched
 
 
 class LinearScalingRotaryEmbedding(RotaryEmbedding):
@@ -186,7 +186,7 @@ class Gemma4RotaryEmbedding(RotaryEmbedding):
         return inv_freq
 
 
-class Phi3LongRoPEScaledRotaryEmbedding(nn.Module):
+class Phi3LongRoPEScaledRotaryEmbedding(LayerOfTables):
     """LongRoPE: frequencies f / short_factor[i] or f / long_factor[i].
 
     cos and sin are multiplied by short_mscale or long_mscale, by default √(1 + ln(s) / ln(original)) if
@@ -229,10 +229,14 @@ class Phi3LongRoPEScaledRotaryEmbedding(nn.Module):
         self.max_position_embeddings, self.original_max_position_embeddings = longest, original
         self.short_factor, self.long_factor = short_factor, long_factor
         self.use_long_rope = longest > original
-        short, self.short_mscale = self._table(short_mscale)
-        long, self.long_mscale = self._table(long_mscale, original + 1)
-        cache = torch.cat((short, long)).to(torch.get_default_device(), dtype)
+        self.short_mscale, self.long_mscale = short_mscale, long_mscale
+        cache = self._computed()["long_short_cos_sin_cache"].to(torch.get_default_device(), dtype)
         self.register_buffer("long_short_cos_sin_cache", cache, persistent=False)
+
+    def _computed(self) -> dict[str, Tensor]:
+        short, self.short_mscale = self._table(self.short_mscale)
+        long, self.long_mscale = self._table(self.long_mscale, self.original_max_position_embeddings + 1)
+        return {"long_short_cos_sin_cache": torch.cat((short, long))}
 
     def _table(self, mscale: float | None, seq_len: int | None = None) -> tuple[Tensor, float]:
         """The table for seq_len (None: the short one) and the factor applied to it."""
