@@ -132,6 +132,19 @@ def test_a_user_without_a_home_is_told_what_to_set(
     assert make(source) == 42
 
 
+@pytest.mark.parametrize(
+    ("caches", "used"), [("", ".cache"), ("caches", ".cache"), ("./c", ".cache"), ("~/c", "c"), ("{home}/xdg", "xdg")]
+)
+def test_a_folder_of_caches_that_is_relative_is_ignored(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caches: str, used: str
+) -> None:
+    """As the XDG specification demands: it would be another one in every working directory."""
+    monkeypatch.delenv("FUSEWISE_CACHE_DIR", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", caches.format(home=tmp_path))
+    assert folder("limits") == tmp_path / used / "fusewise" / "limits"
+
+
 def test_without_a_compiler_a_folder_that_others_may_write_to_is_refused(
     tmp_path: Path, source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

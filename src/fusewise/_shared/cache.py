@@ -36,13 +36,15 @@ def folder(name: str) -> Path:
     Raises:
         Refused: neither variable is set, and the user has no home (e.g. a numeric user in a container).
     """
-    chosen, caches = os.environ.get("FUSEWISE_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    chosen, caches = os.environ.get("FUSEWISE_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME", "")
     try:
         if chosen:
             return Path(chosen).expanduser().absolute() / name
         if sys.platform == "darwin":
             caches = "~/Library/Caches"
-        return Path(caches or "~/.cache").expanduser().absolute() / "fusewise" / name
+        elif not Path(caches).expanduser().is_absolute():  # to be ignored, says its specification
+            caches = "~/.cache"
+        return Path(caches).expanduser().absolute() / "fusewise" / name
     except RuntimeError as error:
         raise Refused(f"there is no cache folder: {error} Set FUSEWISE_CACHE_DIR") from None
 
