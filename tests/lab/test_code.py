@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from fusewise.lab.code import (
     triton_kernels,
     xla,
 )
+from fusewise.lab.code import worker as code_worker
 from fusewise.lab.code.stage import Stage, foreign, short, tidy
 from fusewise.lab.code.worker import Server
 from fusewise.lab.ledger import Kernel, Ledger
@@ -64,6 +66,15 @@ def test_a_stage_or_ledger_that_no_record_may_have_is_a_reason(tmp_path, monkeyp
     monkeypatch.setattr(Shown, "traffic", lambda *_: [Kernel(name="k", read=-1, written=0)])
     reasons = [server.answer({"do": do, **asked})["reason"] for do in ("stages", "traffic")]
     assert "lines.0: must match" in reasons[0] and "kernels[0].read: must be at least 0" in reasons[1]
+
+
+def test_stages_of_long_names_have_files_of_their_own(tmp_path) -> None:
+    """A file name has at most 255 bytes, some file systems allow 143; letters have up to 4."""
+    parts = [f"{letters * 100}{end}" for letters in ("kernel_", "核", "𝕜/ ") for end in "ab"]
+    stages = [Stage(stage="triton", language="python", text=part, part=part) for part in parts]
+    files = [entry["file"] for entry in code_worker.write(stages, "p", tmp_path / "p")]
+    assert [(tmp_path / file).read_text(encoding="utf-8") for file in files] == parts
+    assert max(len(os.fsencode(Path(file).name)) for file in files) <= 143
 
 
 def test_texts_do_not_depend_on_the_machine() -> None:

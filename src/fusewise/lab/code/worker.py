@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from .. import plugin, targets, worker
+from ..folder import file_name
 from ..ledger import Ledger
 from ..problem import Problem, Task
 from ..reason import log_error, reason
@@ -67,7 +68,7 @@ def write(stages: Iterable[Stage], provider: str, folder: Path) -> list[dict[str
     entries = []
     for order, stage in enumerate(stages):
         words = [stage.stage, *([stage.target] if stage.stage == "wrapper" else []), stage.part]
-        name = "-".join(filter(None, words)).replace(" ", "-").replace("/", "_")[:120]
+        name = file_name("-".join(filter(None, words)).replace(" ", "-"))
         path = folder / f"{order:02d}-{name}{SUFFIXES[stage.language]}"
         entry = {**stage.entry(provider, order), "file": f"{folder.name}/{path.name}"}
         check({**entry, "text": stage.text}, "stage", MEND)
