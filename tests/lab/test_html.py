@@ -117,6 +117,15 @@ def test_hostile_names_stay_text(plain, hostile):
     assert HOSTILE in "".join(page.text)
 
 
+def test_a_name_does_not_turn_the_text_behind_it_around():
+    turning = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+    made = full_record(hostile=turning)
+    made.request["title"] = made.environment["device_name"] = turning
+    page = html.report(made)
+    assert not set(turning) & set(page)
+    assert f"<h1>{9 * chr(0xFFFD)} <small>" in page
+
+
 def test_a_scheme_in_a_name_becomes_no_link():
     made = study_record([row("javascript:alert(1)", device_us=1.0), row("eager", device_us=2.0, case="javascript:x")])
     page = Page(html.report(made))

@@ -91,7 +91,7 @@ def test_folding_loses_no_time(found: list[tuple[int, int]]) -> None:
 
 
 def test_a_flame_graph_is_well_formed_whatever_the_names() -> None:
-    text = profile.flame({("a", "<script>&\"'"): 30.0, ("a",): 10.0, ("b",): 60.0}, "t < u")
+    text = profile.flame({("a", "<script>&\"'"): 30.0, ("a", "\x1b\x00c"): 5.0, ("a",): 5.0, ("b",): 60.0}, "t < u\x07")
     root = ElementTree.fromstring(text)
     assert "<script>" not in text
     titles = [str(t.text) for t in root.iter(f"{SVG}title")]

@@ -366,6 +366,7 @@ def test_a_table_is_in_the_order_measured_and_has_reasons_below(tmp_path):
 
 
 def test_a_table_for_a_notebook_is_harmless():
-    made = Result(study_record([row("<script>alert(1)</script>")]), Path("report.html"))
+    made = Result(study_record([row("<script>alert(1)</script>", case="a\u202eb")]), Path("report.html"))
     assert "<script>" not in made._repr_html_()
     assert "&lt;script&gt;" in made._repr_html_()
+    assert "<td>a\ufffdb</td>" in made._repr_html_()

@@ -73,12 +73,15 @@ class Result:
         return "\n".join(map(printable, [*lines, *self._reasons(), f"report: {self.report}"]))
 
     def _repr_html_(self) -> str:
+        def text(value: str) -> str:
+            return html.escape(printable(value))
+
         def cells(line: Sequence[str], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in line) + "</tr>"
+            return "<tr>" + "".join(f"<{tag}>{text(cell)}</{tag}>" for cell in line) + "</tr>"
 
         head, body = cells(self.columns, "th"), "".join(cells(line, "td") for line in self._lines())
-        reasons = "".join(f"<p>{html.escape(reason)}</p>" for reason in self._reasons())
-        report = html.escape(str(self.report))
+        reasons = "".join(f"<p>{text(reason)}</p>" for reason in self._reasons())
+        report = text(str(self.report))
         return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>{reasons}<p>report: <code>{report}</code></p>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:

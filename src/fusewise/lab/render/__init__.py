@@ -15,6 +15,8 @@ FEWEST_POINTS = 3
 #: Load per core from which a machine counts as busy.
 BUSY = 0.5
 WITHOUT_TIME = ("provider", "status", "rows", "reason")
+#: For `str.translate`: bidirectional controls, which turn the text behind them around, also beyond the name that has them.
+BIDIRECTIONAL = dict.fromkeys((0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)), "\ufffd")
 
 
 def groups(record: Record) -> dict[Group, list[Row]]:

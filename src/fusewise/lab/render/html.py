@@ -23,6 +23,7 @@ from ..record import Json, Record, Row
 from ..spent import PARTS, own_share
 from ..verdict import Verdict, sentences, summary, verdicts
 from . import (
+    BIDIRECTIONAL,
     WITHOUT_TIME,
     calls,
     charts,
@@ -93,7 +94,7 @@ def report(record: Record) -> str:
     )
     environment.filters |= {"number": number, "size": size, "percent": percent, "json": embedded, "within": within}
     template = environment.from_string(_resource("report.html.j2"))
-    return template.render(
+    page = template.render(
         record=record,
         css=Markup(css),
         js=Markup(js),
@@ -122,6 +123,7 @@ def report(record: Record) -> str:
         own=own_share(record.spent),
         request=json.dumps(record.request, indent=1, ensure_ascii=False),
     )
+    return page.translate(BIDIRECTIONAL)
 
 
 def _resource(name: str) -> str:
