@@ -1,4 +1,5 @@
 import importlib.metadata
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -316,11 +317,14 @@ def test_what_is_named_twice_is_measured_once(asked, groups, tmp_path):
 @pytest.mark.parametrize(
     ("asked", "name"),
     [
-        ({}, "fusewise-runs/rope-quick-now"),
-        ({"preset": "rope-cube"}, "fusewise-runs/rope-cube-now"),
-        ({"cases": ["cube-4"]}, "fusewise-runs/cases-now"),
+        ({}, "fusewise-runs/rope-quick-{id}"),
+        ({"preset": "rope-cube"}, "fusewise-runs/rope-cube-{id}"),
+        ({"cases": ["cube-4"]}, "fusewise-runs/cases-{id}"),
         ({"preset": "rope-cube", "out": Path("here")}, "here"),
     ],
 )
 def test_a_run_is_named_after_its_preset(asked, name):
-    assert plan.run_directory(plan.Request(target="rope", **asked), "now") == Path(name)
+    request = plan.Request(target="rope", **asked)
+    found, again = (str(plan.run_directory(request)) for _ in range(2))
+    assert re.fullmatch(name.replace("{id}", r"\d{8}T\d{6}-[0-9a-f]{8}"), found)
+    assert (found == again) == ("out" in asked), "studies that start together have each their own"

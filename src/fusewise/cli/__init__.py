@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import errno
 import json
 import os
@@ -219,9 +218,8 @@ def study(
     )
     if resume and out is None:
         raise click.UsageError("study: --resume must come with --out, the run to go on with, got none; add --out")
-    stamp = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
     try:
-        options = plan.options(request, plan.run_directory(request, stamp))
+        options = plan.options(request, plan.run_directory(request))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     try:

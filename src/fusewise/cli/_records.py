@@ -29,7 +29,7 @@ def _read(verb: str, path: Path, how: Callable[[Path], Read]) -> Read:
 @click.command(
     epilog="""\b
 Examples:
-  fusewise report fusewise-runs/rope-quick-20260101-120000
+  fusewise report fusewise-runs/rope-quick-20260101T120000-1a2b3c4d
   fusewise report RUN --script rope/cube-8/fp32/fwd/eager > again.py
   fusewise report RUN --json | jq '.[].rows[] | select(.status == "wrong")'
 
@@ -79,7 +79,7 @@ def report(run: Path, out: Path | None, row_id: str | None, as_json: bool) -> No
     epilog="""\b
 Examples:
   fusewise compare runs/before runs/after
-  fusewise compare benchmarks/baselines/h200.jsonl fusewise-runs/rope-models-20260101-120000
+  fusewise compare benchmarks/baselines/h200.jsonl fusewise-runs/rope-models-20260101T120000-1a2b3c4d
   fusewise compare A B --json --tolerance 0.05
 
 \b

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import datetime
 import dis
 import html
 import inspect
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from . import commands, plan
-from .folder import file_name
 from .names import nearest
 from .nursery import WORKER
 from .record import Record, Row
@@ -149,8 +147,7 @@ def study(
     if not tensors:
         raise ValueError(f"study: arguments must have a tensor among them, got {len(arguments)} without one; add one")
     name = getattr(function, "__name__", type(function).__name__)
-    stamp = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    directory = Path(out) if out is not None else Path("fusewise-runs") / f"{file_name(name)}-{stamp}"
+    directory = Path(out) if out is not None else plan.new_directory(name)
     if (directory / "record.json").exists():
         raise ValueError(f"study: out must be a new folder, got {directory}, which has a run; choose another")
     request = plan.Request(

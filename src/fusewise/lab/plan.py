@@ -3,6 +3,7 @@ coordinator."""
 
 from __future__ import annotations
 
+import datetime
 import os
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import torch
 from . import machine, plugin, targets
 from .folder import file_name
 from .names import shortened
-from .options import Options
+from .options import Options, new_id
 from .problem import DTYPES, PASSES, PRECISIONS, Pass, Task
 
 #: Values of `--pass` and the passes they measure.
@@ -169,10 +170,14 @@ def device(name: str | None, verb: str = "study") -> str:
     return f"cuda:{index}"
 
 
-def run_directory(request: Request, stamp: str) -> Path:
-    """The run directory: the one requested, or a new one named after the preset and `stamp`."""
+def run_directory(request: Request) -> Path:
+    """The run directory: the one requested, or a new one named after the preset."""
     if request.out is not None:
         return request.out
     target, preset = targets.resolve(request.target, request.inputs, request.preset)
-    name = preset or ("cases" if request.cases else target.default_preset or target.name)
-    return Path("fusewise-runs") / f"{file_name(name)}-{stamp}"
+    return new_directory(preset or ("cases" if request.cases else target.default_preset or target.name))
+
+
+def new_directory(name: str) -> Path:
+    """A run directory that no other study has, even one that starts in the same second, as one for each GPU does."""
+    return Path("fusewise-runs") / f"{file_name(name)}-{new_id(datetime.datetime.now())}"
