@@ -152,17 +152,23 @@ def share(group: Group, provider: str) -> float:
     return 100 * time(group, "floor-copy") / time(group, provider) if provider in group else math.nan
 
 
-def ours(group: Group) -> list[float]:
-    return [time(group, p) for p in group if p.startswith("fusewise")]
+def fastest(group: Group, mine: bool) -> str:
+    """The fastest fusewise provider, or the fastest other. A training step's forward has another result than the others'."""
+    names = (p for p in group if p.startswith("fusewise") == mine and not p.startswith("floor"))
+    return min((p for p in names if not p.endswith("-training")), key=partial(time, group))
 
 
-def others(group: Group) -> list[float]:
-    return [time(group, p) for p in group if not p.startswith(("fusewise", "floor"))]
+def ours(group: Group) -> float:
+    return time(group, fastest(group, mine=True))
+
+
+def others(group: Group) -> float:
+    return time(group, fastest(group, mine=False))
 
 
 def against(group: Group) -> float:
     """Time of the fastest fusewise provider over that of the fastest other."""
-    return min(ours(group)) / min(others(group))
+    return ours(group) / others(group)
 
 
 def published(case: str) -> bool:
@@ -225,7 +231,7 @@ def compiled(found: Groups) -> str:
             if of == pass_ and published(case):
                 best = min((p for p in compilers if p in group), key=lambda p: time(group, p))
                 fastest[compilers[best]] += 1
-                ratios.append(min(ours(group)) / time(group, best))
+                ratios.append(ours(group) / time(group, best))
         ranks = ", ".join(f"{name} in {count}" for name, count in fastest.most_common())
         said.append(
             f"Over the {len(ratios)} {word} cases of `rope-models`, the fastest fusewise kernel takes "
@@ -283,8 +289,7 @@ def glance() -> str:
         measured = in_float32(groups("h200", op), False)
         found = [group for (case, _, of), group in measured.items() if of == pass_ and chosen(case)]
         ratios = [against(group) for group in found]
-        best = [min((p for p in g if not p.startswith(("fusewise", "floor"))), key=lambda p: time(g, p)) for g in found]
-        rivals = ", ".join(name for name, _ in Counter(names[p] for p in best).most_common())
+        rivals = ", ".join(name for name, _ in Counter(names[fastest(g, mine=False)] for g in found).most_common())
         mean = f"**{geometric_mean(ratios):.2f}**"
         rows.append([f"{what}, {pass_}", str(len(found)), mean, span(ratios, ".2f"), rivals])
     return markdown(["time, fastest other = 1", "cases", "mean", "range", "fastest others"], rows)
@@ -304,8 +309,8 @@ def summary(found: Groups) -> str:
     small = [ratio[case] for case in ratio if forward[case]["floor-copy"]["bytes_min"] < 64 * 2**20]
     backward = {case: against(group) for (case, _, pass_), group in found.items() if pass_ == "bwd" and published(case)}
     wide = [group for (case, _, _), group in found.items() if case.startswith("width-")]
-    best = [100 * time(group, "floor-copy") / min(ours(group)) for group in wide]
-    faster = sum(min(others(group)) < 0.99 * min(ours(group)) for group in wide)
+    best = [100 * time(group, "floor-copy") / ours(group) for group in wide]
+    faster = sum(others(group) < 0.99 * ours(group) for group in wide)
     return textwrap.fill(
         f"Over the {len(ratio)} forward cases of `rope-models`, the fastest fusewise kernel takes {geometric_mean(ratio.values()):.2f} "
         f"of the time of the fastest other provider (geometric mean), {geometric_mean(small):.2f} over the {len(small)} that move "
@@ -344,7 +349,7 @@ def sweep(found: Groups) -> str:
             for (case, _, pass_), g in found.items()
             if case.startswith("seqlen-") and pass_ == of
         }
-        ratios = [min(ours(g)) / time(g, "torch.compile") for g in groups.values()]
+        ratios = [ours(g) / time(g, "torch.compile") for g in groups.values()]
         said.append(
             f"{geometric_mean(ratios):.2f} {name} ({min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} "
             f"lengths from {min(groups)} to {max(groups)})"
@@ -459,7 +464,7 @@ def gated_decode(found: Groups) -> str:
     on_host = partial(typical_host, [group for _, _, group in shown])
     sentence = (
         f"Up to 64 rows: {span(share(g, 'fusewise-cuda') for g in few)} %, and "
-        f"{span((min(others(g)) / time(g, 'fusewise-cuda') for g in few), '.2f')} times as fast as the faster of torch.compile "
+        f"{span((others(g) / time(g, 'fusewise-cuda') for g in few), '.2f')} times as fast as the faster of torch.compile "
         f"and eager. At 128 rows: {span(share(g, 'fusewise-cuda') for g in many)} %, and slower than torch.compile in {slower} "
         f"of {len(many)}. Host time per call (medians): fusewise {on_host('fusewise-cuda')} µs, torch.compile {on_host('torch.compile')}, "
         f"eager {on_host('eager')}, the matmul alone {on_host('floor-matmul')}."
@@ -481,7 +486,7 @@ def gated_batches(found: Groups) -> str:
         return span((choose(group) / time(group, "floor-matmul") for _, _, group in shown), ".2f")
 
     sentence = (
-        f"With 160 to 512 rows, the fastest of ours takes {over(lambda g: min(ours(g)))} of the matmul's time, torch.compile "
+        f"With 160 to 512 rows, the fastest of ours takes {over(ours)} of the matmul's time, torch.compile "
         f"{over(lambda g: time(g, 'torch.compile'))}, Liger {over(lambda g: time(g, 'liger'))}."
     )
     return folded(sentence, markdown(["× the matmul, forward", "matmul µs", *(names[p] for p in present)], rows))
@@ -546,13 +551,7 @@ def behind() -> str:
     ahead = {key: group for key, group in compared.items() if against(group) > 1.01}
     rows = []
     for (op, case, dtype, pass_), group in sorted(ahead.items(), key=lambda item: -against(item[1])):
-        mine, other = (
-            min(
-                (p for p in group if p.startswith("fusewise") == is_mine and not p.startswith("floor")),
-                key=partial(time, group),
-            )
-            for is_mine in (True, False)
-        )
+        mine, other = fastest(group, mine=True), fastest(group, mine=False)
         verdict = group[mine]["verdict_vs_best_other"]
         cells = [f"{time(group, mine):,.0f}", f"{time(group, mine) / time(group, other):.3f}"]
         rows.append([f"{op} {case}, {dtype} {pass_}", other, mine, *cells, verdict])
