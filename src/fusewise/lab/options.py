@@ -29,7 +29,7 @@ class Options:
     min_rounds: int = 5
     max_rounds: int = 30
     precision: float = 0.005  # stop once every provider's relative standard error is below this
-    group_seconds: float = 8.0  # or this long after a group's first round
+    group_seconds: float = 8.0  # or once its rounds have taken this long, the first included
     time_limit: float | None = None  # seconds for all groups; min_rounds are measured regardless, in shorter turns
     timeout: float = 300.0  # seconds per request to a worker
     memory_limit: int | None = None  # resident bytes per worker
