@@ -343,6 +343,10 @@ def test_rotary_position_embedding(factor: Any, trained: Any, scale: float, inte
     expected = expected.repeat_interleave(2, -1) if interleaved else torch.cat((expected, expected), -1)
     assert angles.dtype == torch.float32 and angles.shape == (10, 1, 1, 8)
     torch.testing.assert_close(angles[:, 0, 0].double(), expected, rtol=1e-6, atol=1e-6)
+    for cast in (torch.nn.Module.half, lambda m: m.to(DEVICE, torch.bfloat16)):
+        assert torch.equal(cast(torch.nn.Sequential(module))[0](10, offset=3), angles)
+    assert module.double()(10, offset=3).dtype == torch.float64 and list(module.state_dict()) == ["inv_freq"]
+    assert torch.equal(module.float()(10, offset=3), angles)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -118,6 +120,7 @@ class RotaryPositionEmbedding(nn.Module):
 
     inv_freq is created on the current CUDA device if there is one. With seq_len_interpolation_factor f and
     pretrained_max_position_embeddings M, positions are scaled by 1 / f, or by M / max_seq_len if max_seq_len > M · f.
+    Casting the module to a 16-bit dtype leaves inv_freq in float32.
     """
 
     def __init__(
@@ -148,6 +151,13 @@ class RotaryPositionEmbedding(nn.Module):
         steps = torch.arange(0, dim, 2, dtype=torch.float32, device=device)
         self.register_buffer("inv_freq", 1.0 / rotary_base ** (steps / dim))
         self.inv_freq: Tensor
+
+    def _apply(self, fn: Any, recurse: bool = True) -> RotaryPositionEmbedding:
+        exact = self.inv_freq
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.inv_freq.itemsize < 4:  # rounded, and so would be positions
+            self.inv_freq = exact.to(self.inv_freq.device, torch.float32)
+        return self
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Angles of positions offset, …, offset + max_seq_len − 1; float32 also under autocast."""
