@@ -105,7 +105,8 @@ def test_rotary_embedding_frequencies_are_the_buffer() -> None:
     given = RotaryEmbedding(D, device=DEVICE)
     given.inv_freq.copy_(halves)
     with torch.device("meta"):
-        empty = Halved(D)
+        empty, grown = Halved(D), RotaryEmbedding(D, scale_base=512.0)
+    assert torch.equal(grown.to_empty(device=DEVICE).scale, RotaryEmbedding(D, scale_base=512.0, device=DEVICE).scale)
     cast = Halved(D, device=DEVICE).bfloat16()
     assert cast.inv_freq.dtype == torch.bfloat16
     for module in (given, Halved(D, device=DEVICE), cast, empty.to_empty(device=DEVICE)):

@@ -297,7 +297,9 @@ class RotaryEmbedding(nn.Module):
         on_meta = self.inv_freq.is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if on_meta:  # meta tensors have no data to move
-            self.inv_freq = self._compute_inv_freq(self.inv_freq.device)
+            device = self.inv_freq.device
+            self.inv_freq = self._compute_inv_freq(device)
+            self.scale = None if self.scale_base is None else self._growth(device)
         return self
 
     @torch.inference_mode(False)  # cached: a later call may need gradients
