@@ -1,11 +1,13 @@
 import dataclasses
 import io
+from pathlib import Path
 
 import pytest
 from builders import measurement, row, study_record
 from rich.console import Console
 
 from fusewise.lab import analysis, commands, compare, verdict
+from fusewise.lab.api import Result
 from fusewise.lab.render import (
     charts,
     gigabytes_per_second,
@@ -69,12 +71,16 @@ def test_report_of_an_interrupted_run_and_a_busy_machine_says_so():
         assert "not idle when the study began (load 3.0 on 2 cores)" in report
 
 
-def test_report_says_where_most_threads_waited():
+def test_everything_that_shows_times_says_where_most_threads_waited(capsys):
     record = sweep_record()
     record.rows = [dataclasses.replace(r, clocks={"waiting_threads": 0.5}) for r in record.rows]
     timed = sum(r.device_us is not None for r in record.rows)
     said = f"not idle: in {timed} of {timed} rows up to 0.500 threads of a provider waited for a core on average"
     assert said in markdown.report(record) and said in html.report(record)
+    made = Result(record, Path("report.html"))
+    assert said in repr(made) and said in made._repr_html_()
+    commands.show(record)
+    assert said in capsys.readouterr().out
 
 
 def test_text_from_a_record_cannot_break_out_of_its_cell():

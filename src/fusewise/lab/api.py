@@ -22,7 +22,7 @@ from . import commands, plan
 from .names import nearest
 from .nursery import WORKER
 from .record import Record, Row
-from .render import groups, number, percent, printable
+from .render import groups, idleness, number, percent, printable
 from .targets import functions, inputs
 
 
@@ -55,10 +55,11 @@ class Result:
         ]
         return [row for group in by_time for row in group]
 
-    def _reasons(self) -> list[str]:
-        """Why rows have no time, each reason once; as table cells they would make the table wider than any screen."""
+    def _remarks(self) -> list[str]:
+        """Why rows have no time, each reason once (as table cells they would make the table wider than any screen), and whether
+        the machine was idle."""
         reasons = (f"{row.provider} {row.status}: {row.reason}" for row in self._sorted() if row.device_us is None)
-        return list(dict.fromkeys(reasons))
+        return [*dict.fromkeys(reasons), *idleness(self.record)]
 
     columns = ("case", "dtype", "pass", "provider", "time µs", "of limit", "error", "against the best other")
 
@@ -68,7 +69,7 @@ class Result:
         lines = (
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
         )
-        return "\n".join(map(printable, [*lines, *self._reasons(), f"report: {self.report}"]))
+        return "\n".join(map(printable, [*lines, *self._remarks(), f"report: {self.report}"]))
 
     def _repr_html_(self) -> str:
         def text(value: str) -> str:
@@ -78,9 +79,9 @@ class Result:
             return "<tr>" + "".join(f"<{tag}>{text(cell)}</{tag}>" for cell in line) + "</tr>"
 
         head, body = cells(self.columns, "th"), "".join(cells(line, "td") for line in self._lines())
-        reasons = "".join(f"<p>{text(reason)}</p>" for reason in self._reasons())
+        remarks = "".join(f"<p>{text(remark)}</p>" for remark in self._remarks())
         report = text(str(self.report))
-        return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>{reasons}<p>report: <code>{report}</code></p>"
+        return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>{remarks}<p>report: <code>{report}</code></p>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         return {"text/plain": repr(self), "text/html": self._repr_html_()}

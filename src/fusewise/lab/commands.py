@@ -13,7 +13,7 @@ from .options import Options
 from .ranks import Rank
 from .reason import reason
 from .record import Json, Record
-from .render import groups, html, markdown, printable, size, terminal
+from .render import groups, html, idleness, markdown, printable, size, terminal
 from .study import Study
 
 #: Of a run directory.
@@ -149,11 +149,12 @@ def render(found: Record, directory: Path) -> Path:
 
 
 def show(found: Record) -> None:
-    """Print the tables of times and verdicts to standard output."""
+    """Print the tables of times and verdicts to standard output, and whether the machine was idle."""
     console = terminal.console()
     judged = verdict.verdicts(found)
     console.print(terminal.summary(found), "", terminal.verdict_table(judged), "", sep="\n")
-    console.print(printable(" ".join(verdict.summary(judged))), markup=False, highlight=False)
+    for line in (" ".join(verdict.summary(judged)), *idleness(found)):
+        console.print(printable(line), markup=False, highlight=False)
 
 
 def measured(found: Record) -> bool:
