@@ -52,6 +52,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(("op", "call", "name"), CALLS)
 def test_each_tensor_is_looked_at_again(
     op: Callable[..., Any], call: dict[str, Tensor], name: str, monkeypatch: pytest.MonkeyPatch
@@ -65,3 +66,6 @@ def test_each_tensor_is_looked_at_again(
         assert torch.equal(y, same)
     with pytest.raises(TypeError, match=rf"^{op.__name__}: {name} must have (the )?dtype"):
         op(**{**call, name: call[name].bool()}, **options)
+    nested = torch.nested.nested_tensor(list(call[name]))  # torch raises a RuntimeError if asked for its strides
+    with pytest.raises(TypeError, match=rf"^{op.__name__}: {name} must be a strided tensor, got nested"):
+        op(**{**call, name: nested}, **options)

@@ -24,7 +24,7 @@ from fusewise.ops.rope_and_cache import _triton as cache
 
 TENSORS: dict[str, Tensor] = {name: torch.randn(6, heads, 16) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
 TENSORS |= {name: torch.randn(2, 8, 2, 16) for name in ("key_cache", "value_cache")}
-TENSORS |= {name: torch.randn(x.shape) for name, x in (("dq", TENSORS["q"]), ("dk", TENSORS["k"]))}
+TENSORS |= {what.format(n): torch.randn(TENSORS[n].shape) for what in ("d{}", "{}_out") for n in ("q", "k")}
 ROTATION: dict[str, Any] = {
     "cos": torch.randn(16, 8), "sin": torch.randn(16, 8), "positions": None, "offset": torch.tensor([3, 5]),
     "cu_seqlens": torch.tensor([0, 2, 6]), "first": 0, "spec": Spec(layout="thd").encode(),
@@ -43,6 +43,11 @@ def _rotation(call: dict[str, Any]) -> Rotation:
     return tuple(call[name] for name in ROTATION)  # type: ignore[return-value]
 
 
+def _operands(call: dict[str, Any]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    names = ("q", "k") if call["k"] is not None else ("q",)
+    return tuple(call[n] for n in names), tuple(call[f"{n}_out"] for n in names)
+
+
 def _of_cache(call: dict[str, Any]) -> tuple[Any, ...]:
     own = (call[name] for name in ("q", "k", "v", "key_cache", "value_cache", "slots", "block_table"))
     return *own, *_rotation(call), call["write_k"]
@@ -58,13 +63,17 @@ def _norm(call: dict[str, Any], backward: bool) -> None:
 
 
 LAUNCHES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "rope": lambda call: rope.launch(
-        (call["q"], call["k"]), (torch.empty_like(call["q"]), torch.empty_like(call["k"])), _rotation(call)
-    ),
+    "rope": lambda call: rope.launch(*_operands(call), _rotation(call)),
     "qk_norm_rope": lambda call: _norm(call, False),
     "qk_norm_rope_grad": lambda call: _norm(call, True),
     "rope_and_cache_": lambda call: cache.launch(*_of_cache(call)),
 }  # fmt: skip
+
+
+PACKED: dict[str, Callable[[dict[str, Any]], bytes]] = {
+    "rope": lambda call: rope_native.planned(*_operands(call), _rotation(call))[0],
+    "rope_and_cache_": lambda call: cache_native.planned(*_of_cache(call))[0],
+}
 
 
 class Compiled:
@@ -93,13 +102,17 @@ compiled = pytest.mark.skipif(INTERPRETER, reason="the interpreter has no launch
 
 @compiled
 @pytest.mark.parametrize("name", ["sin", "offset", "cu_seqlens"])
-@pytest.mark.parametrize("op", LAUNCHES)
-def test_other_strides_are_checked_again(op: str, name: str, plans: dict[Any, Any]) -> None:
+@pytest.mark.parametrize(
+    "run", [*LAUNCHES.values(), *PACKED.values()], ids=[*LAUNCHES, *(f"packed {op}" for op in PACKED)]
+)
+def test_other_strides_are_checked_again(
+    run: Callable[[dict[str, Any]], Any], name: str, plans: dict[Any, Any]
+) -> None:
     for _ in range(2):  # the second is bound
-        LAUNCHES[op](CALL)
+        run(CALL)
     strided: Tensor = CALL[name].repeat_interleave(2, -1)[..., ::2]
     with pytest.raises(ValueError, match=rf"{name} must have (a contiguous last dimension|the strides of cos)"):
-        LAUNCHES[op]({**CALL, name: strided})
+        run({**CALL, name: strided})
 
 
 def apart(x: Tensor) -> Tensor:
@@ -113,18 +126,25 @@ def unaligned(x: Tensor) -> Tensor:
 
 
 IDS, ROWS = torch.arange(6), torch.zeros(6, 1, dtype=torch.int64)
-BATCH: dict[str, Any] = {n: TENSORS[n].unflatten(0, (2, 3)) for n in ("q", "k", "v", "dq", "dk")}
+OF_TOKENS = ("q", "k", "v", "dq", "dk", "q_out", "k_out")
+BATCH: dict[str, Any] = {n: TENSORS[n].unflatten(0, (2, 3)) for n in OF_TOKENS}
 OF_CACHE = ("v", "key_cache", "value_cache")
 # A call, and one that must not be launched as the first was, although the tensors have the same shapes: the operations that take it.
 DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "dtype": ({}, {n: x.half() for n, x in TENSORS.items()}, tuple(LAUNCHES)),
     **{f"strides of {n}": ({}, {n: apart(CALL[n])}, tuple(LAUNCHES)) for n in ("q", "k")},
+    **{f"strides of {n}": ({}, {n: apart(CALL[n])}, ("rope",)) for n in ("q_out", "k_out")},
+    **{f"heads of {n}": ({}, {m: CALL[m][:, :1] for m in (n, f"d{n}", f"{n}_out")}, ("rope", "qk_norm_rope", "qk_norm_rope_grad"))
+       for n in ("q", "k")},
+    **{f"{n} beside": ({"q_out": CALL["q"], "k_out": CALL["k"]}, {f"{n}_out": CALL[f"{n}_out"]}, ("rope",)) for n in ("q", "k")},
+    "q alone": ({n: CALL["q"].clone() for n in ("k", "k_out")}, {"k": None}, ("rope",)),
     **{f"strides of {n}": ({}, {n: apart(CALL[n])}, ("rope_and_cache_",)) for n in OF_CACHE},
     **{f"strides of {n}": ({}, {n: apart(CALL[n])}, ("qk_norm_rope_grad",)) for n in ("dq", "dk")},
-    "tokens": ({"offset": None, "cu_seqlens": None}, {n: TENSORS[n][:4] for n in ("q", "k", "v", "dq", "dk")}, tuple(LAUNCHES)),
+    "tokens": ({"offset": None, "cu_seqlens": None}, {n: TENSORS[n][:4] for n in OF_TOKENS}, tuple(LAUNCHES)),
     "dtype of the table": ({}, {n: CALL[n].half() for n in ("cos", "sin")}, tuple(LAUNCHES)),
     "rows of the table": ({}, {n: CALL[n][:12] for n in ("cos", "sin")}, tuple(LAUNCHES)),
     "strides of the table": ({}, {n: apart(CALL[n]) for n in ("cos", "sin")}, tuple(LAUNCHES)),
+    "strides of angles": ({"sin": None, "spec": Spec(layout="thd", table="angles").encode()}, {"cos": apart(CALL["cos"])}, tuple(LAUNCHES)),
     "address of sin": ({}, {"sin": unaligned(CALL["sin"])}, tuple(LAUNCHES)),
     **{f"dtype of {n}": ({}, {n: CALL[n].int()}, tuple(LAUNCHES)) for n in ("offset", "cu_seqlens")},
     **{f"address of {n}": ({}, {n: unaligned(CALL[n])}, tuple(LAUNCHES)) for n in ("offset", "cu_seqlens")},
@@ -132,6 +152,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "sequences": ({"offset": None}, {"cu_seqlens": torch.tensor([0, 2, 4, 6])}, tuple(LAUNCHES)),
     **{f"{what} positions": ({"offset": None, "cu_seqlens": None, "positions": IDS}, {"positions": x}, tuple(LAUNCHES))
        for what, x in (("int32", IDS.int()), ("strided", apart(IDS[:, None])[:, 0]), ("unaligned", unaligned(IDS)), ("no", None))},
+    "shared positions": ({**BATCH, "offset": None, "cu_seqlens": None, "spec": "", "positions": IDS.view(2, 3)}, {"positions": IDS.view(2, 3)[:1]}, tuple(LAUNCHES)),
     **{f"{what} slots": ({"slots": IDS}, {"slots": x}, ("rope_and_cache_",))
        for what, x in (("int32", IDS.int()), ("strided", apart(IDS[:, None])[:, 0]), ("unaligned", unaligned(IDS)), ("fewer", IDS[:4]), ("no", None))},
     **{f"{what} block table": ({"cu_seqlens": None, "offset": None, "block_table": ROWS}, {"block_table": x}, ("rope_and_cache_",))
@@ -156,12 +177,6 @@ def test_a_different_call_is_bound_anew(op: str, name: str, plans: dict[Any, Any
     assert len(plans) == 1
     LAUNCHES[op]({**CALL, **base, **change})
     assert len(plans) == 2
-
-
-PACKED: dict[str, Callable[[dict[str, Any]], bytes]] = {
-    "rope": lambda call: rope_native.planned((call["q"], call["k"]), (call["q"], call["k"]), _rotation(call))[0],
-    "rope_and_cache_": lambda call: cache_native.planned(*_of_cache(call))[0],
-}
 
 
 @pytest.mark.parametrize(

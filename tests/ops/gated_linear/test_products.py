@@ -270,6 +270,7 @@ def test_the_mlp_by_products_of_aligned_rows(impl: str, save: Any) -> None:
             return functional.linear(eager(x, u, g, bu, bg), d, bd)
 
         compare(ours, usual, (x, gate, up, down, b_gate, b_up, b_down), dz)
+        torch.testing.assert_close(_products.linear(x, up, None), functional.linear(x, up))
 
 
 @pytest.mark.skipif(DEVICE != "cpu" or INTERPRETER, reason="elsewhere products may take memory of their own")

@@ -98,6 +98,8 @@ def test_a_call_that_passed_does_not_let_a_wrong_one_pass() -> None:
         fusewise.qk_norm_rope(Q, K, W, W, **TABLE, eps=True, weight_offset=0)
     with pytest.raises(TypeError, match="weight_offset must be a float or an int, finite in float32, got False"):
         fusewise.qk_norm_rope(Q, K, W, W, **TABLE, eps=1, weight_offset=False)
+    with pytest.raises(TypeError, match="rotary_start must be an int, got False"):
+        fusewise.qk_norm_rope(Q, K, W, W, **TABLE, eps=1, weight_offset=0, rotary_start=False)  # equals the default
     with pytest.raises(ValueError, match="k_weight must be contiguous"):
         fusewise.qk_norm_rope(Q, K, W, torch.randn(32)[::2], **TABLE, eps=1, weight_offset=0)
     fusewise.qk_norm_rope(Q, K, W, W, **TABLE, eps=1, weight_offset=0, offset=58)

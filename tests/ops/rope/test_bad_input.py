@@ -72,6 +72,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "impl-array": ({"impl": numpy.array(["auto", "cpu"])}, ValueError, r"impl must be one of .*, got array\("),
     "offset-array": ({"offset": numpy.array([1, 2])}, TypeError, r"offset must be an int or an integer tensor, got array\("),
     "layout-no-repr": ({"layout": Unprintable()}, ValueError, "layout must be one of .*, got Unprintable; "),
+    "layout-object": ({"layout": object()}, ValueError, "layout must be one of .*, got object; "),
     "layout-list": ({"layout": ["bshd"]}, ValueError, "layout must be one of"),
     # pairing and width
     "pairing": ({"pairing": "neox"}, ValueError, "pairing must be one of half, interleaved, interleaved_to_half, half_to_interleaved, got 'neox'"),
