@@ -188,7 +188,7 @@ class GatedLinear(torch.autograd.Function):
             return dx, *dweights, *dbiases, None, None, None
         x_MD, dy_MF = rows(x), rows(dy)
         tensors = weight, weight_gate, bias, bias_gate
-        wants_bias = bias is not None and (ctx.needs_input_grad[3] or ctx.needs_input_grad[4])
+        wants_bias = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
         # Not `saved and`: Dynamo of torch 2.11 has no truth of tuples.
         overwrites = len(saved) > 0 and may_overwrite(saved[0], seen)
         hidden = dy_MF.shape[1]

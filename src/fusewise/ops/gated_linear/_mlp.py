@@ -50,7 +50,7 @@ class GatedMLP(torch.autograd.Function):
             overwrite = _autograd.may_overwrite(preact, seen)
             if overwrite:
                 _autograd.overwritten(preact)
-        wants_bias = bias is not None and (wants[3] or wants[4])
+        wants_bias = wants[3] or wants[4]
         if overwrite:
             y, dbias = _op.op_down_grad_(dz_MO, w_down, preact, text, impl, wants_bias)
             dpreact = preact

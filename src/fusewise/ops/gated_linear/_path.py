@@ -15,9 +15,7 @@ from ._problem import Halves, Spec, rows
 
 def cast(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a public function as the call sees them under autocast."""
-    names = [name for name, value in arguments.items() if name != "x" and isinstance(value, Tensor)]
-    tensors = reference.as_autocast(arguments["x"], *(arguments[name] for name in names))
-    return {**arguments, **dict(zip(["x", *names], tensors, strict=True))}
+    return dict(zip(arguments, reference.as_autocast(*arguments.values()), strict=True))  # x is the first
 
 
 def path(impl: str, arguments: dict[str, Any]) -> str:

@@ -97,8 +97,7 @@ def product(part_MF: Tensor, weight_FD: Tensor, total: Tensor | None = None) -> 
 
 def transposed(part_MF: Tensor, x_MD: Tensor, to: Tensor | None = None) -> Tensor:
     """partᵀ · x, written to `to` if given; else the result may be larger than (F, D): see `cropped`."""
-    if pads(x_MD):
-        part_MF, x_MD = padded(part_MF), padded(x_MD)
+    part_MF, x_MD = operand(part_MF), operand(x_MD)
     if onednn.takes(part_MF.mT, x_MD.mT):
         result = _transposed_in_chunks(part_MF, x_MD)
     elif to is not None and to.shape == (part_MF.shape[1], x_MD.shape[1]):
