@@ -598,6 +598,7 @@ def parts() -> dict[str, str]:
         "h200-cached": cached(groups("h200", "rope_and_cache")),
         "h200-gated": by_products(in_float32(groups("h200", "geglu"), False), GATED_SHOWN, TRAINED),
         "h200-float32": by_products(in_float32(groups("h200", "geglu")), (*GATED_SHOWN, *SHAPES), FLOAT32),
+        "h200-kept": by_products(among(groups("h200", "geglu"), "fusewise-cuda-training"), GATED_SHOWN, KEPT),
         "h100-kept": by_products(among(groups("h100", "geglu"), "fusewise-cuda-training"), GATED_SHOWN, KEPT),
         "h100-gated": by_products(among(groups("h100", "geglu"), "torch.compile-max-autotune"), GATED_SHOWN, EVERY),
         "h100-gelu": gelu(),
