@@ -176,7 +176,7 @@ def test_the_index_and_a_provider_that_dies(tmp_path: Path) -> None:
     assert raising["status"] == "failed" and raising["reason"] == "RuntimeError: no code <for> you"
     assert absent["status"] == "missing" and "pip install no-such-module" in absent["reason"]
     assert floor == {**floor, "status": "missing", "reason": "does not show its code", "stages": []}
-    assert [s["file"] for s in shown["stages"]] == ["shown/00-text.py", "shown/01-text-a_b-<c>.cpp"]
+    assert [s["file"] for s in shown["stages"]] == ["shown/00-text.py", "shown/01-text-a_b-_c_-9fe9fceb.cpp"]
     first, second = capture.for_record(index, tmp_path)
     assert first["text"] == "gelu-5x5 for sm_90\n" and first["lines"] == {"1": "a.py:1"}
     assert second["counts"] == {"n": 1}
