@@ -190,6 +190,9 @@ def flame(stacks: Stacks, title: str) -> str:
     scale = WIDTH / (tree["time"] or 1.0)
     boxes: list[str] = []
 
+    def text(value: str) -> str:
+        return escape(printable(value))
+
     def draw(node: Mapping[str, Any], left: float, level: int) -> None:
         for name, part in sorted(node["parts"].items(), key=lambda item: -item[1]["time"]):
             width = part["time"] * scale
@@ -199,14 +202,10 @@ def flame(stacks: Stacks, title: str) -> str:
                 top = 30 + ROW * level
                 hue = 20 + sum(map(ord, name)) % 35
                 boxes.append(
-                    f"<g><title>{escape(printable(name))}: {part['time']:.1f} µs, {share:.1f} %</title>"
+                    f"<g><title>{text(name)}: {part['time']:.1f} µs, {share:.1f} %</title>"
                     f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{ROW - 1}" rx="2" '
                     f'fill="hsl({hue} 85% 68%)"/>'
-                    + (
-                        f'<text x="{left + 3:.1f}" y="{top + 12}">{escape(printable(shown))}</text>'
-                        if len(shown) > 2
-                        else ""
-                    )
+                    + (f'<text x="{left + 3:.1f}" y="{top + 12}">{text(shown)}</text>' if len(shown) > 2 else "")
                     + "</g>"
                 )
                 draw(part, left, level + 1)
@@ -218,7 +217,7 @@ def flame(stacks: Stacks, title: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         f'font-family="ui-monospace, monospace" font-size="11">\n'
         f'<rect width="{WIDTH}" height="{height}" fill="#fffdf8"/>\n'
-        f'<text x="4" y="18" font-size="13">{escape(printable(title))}, {tree["time"]:.0f} µs in all</text>\n'
+        f'<text x="4" y="18" font-size="13">{text(title)}, {tree["time"]:.0f} µs in all</text>\n'
         + "\n".join(boxes)
         + "\n</svg>\n"
     )
