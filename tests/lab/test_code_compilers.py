@@ -296,6 +296,20 @@ def test_inductors_kernel_on_the_gpu_that_is_here(asked: Callable[..., Asked]) -
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("op", "case", "impl"),
+    [
+        *[("rope", "llama-3-8b-decode-b64", impl) for impl in ("triton", "cuda")],
+        *[("geglu", "quick-square", impl) for impl in ("triton", "gluon", "cuda")],
+    ],
+)
+def test_our_kernels_on_the_gpu_that_is_here(op: str, case: str, impl: str, asked: Callable[..., Asked]) -> None:
+    stages, ledger, _ = asked(f"fusewise-{impl}", Task(op, case, "bf16", "fwd", "cuda:0", 0))
+    assert "sass" in [s["stage"] for s in stages]
+    assert (len(ledger.kernels), ledger.excess) == (1, 1.0)
+
+
+@pytest.mark.gpu
 def test_torchscripts_fuser_is_in_the_ledger(asked: Callable[..., Asked]) -> None:
     _, ledger, _ = asked("torchscript", Task("gelu", "gelu-256", "fp32", "fwd", "cuda:0", 0))
     assert ledger.bytes in (2**19, 9 * 2**19)  # one kernel, or eight if the fuser is off

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,6 +91,16 @@ def test_kernels_for_one_gpu_are_not_shown_for_another(impl: str) -> None:
     assert entry.provider is not None
     with pytest.raises(plugin.Unsupported, match="its kernels are for sm_90, not for sm_100"):
         entry.provider.stages(problem, "sm_100")
+
+
+def test_a_launch_may_ask_for_properties_of_the_gpu_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Gluon's choice of tiles does for the memory's speed."""
+    from triton.runtime import driver
+
+    here = SimpleNamespace(utils=object())
+    monkeypatch.setattr(driver, "_default", here)
+    with triton_kernels.recorded("sm_90"):
+        assert driver.active.utils is here.utils
 
 
 def test_what_a_size_divides_decides_the_width_of_loads() -> None:

@@ -1,4 +1,5 @@
 import contextlib
+from dataclasses import replace
 
 from builders import row, study_record
 
@@ -33,7 +34,7 @@ def test_a_long_listing_is_cut_and_says_by_how_much():
 
 def test_nothing_right_means_nothing_to_look_into(tmp_path):
     made = study_record([])
-    inside.look(asked(tmp_path), made, lambda _: None)
+    inside.look(asked(tmp_path), made, lambda _: None, lambda _: None)
     assert (made.code, made.ledgers, list(tmp_path.iterdir())) == ([], [], [])
 
 
@@ -47,5 +48,21 @@ def test_a_finished_run_that_is_resumed_has_everything_once(tmp_path, monkeypatc
     (tmp_path / "code").mkdir()
     made = study_record([row("eager")])
     for _ in range(2):
-        inside.look(asked(tmp_path, plugin.select(["eager"], "rope", "cpu")), made, lambda _: None)
+        inside.look(asked(tmp_path, plugin.select(["eager"], "rope", "cpu")), made, lambda _: None, lambda _: None)
     assert (len(made.profiles), len(made.ledgers)) == (1, 1)
+
+
+def test_what_failed_is_told_once_and_what_is_missing_is_not(tmp_path, monkeypatch):
+    def ask(entry, requests, log, **_):
+        status = {"stages": "missing", "traffic": "failed", "profile": "ok"}
+        found = {"calls": 10, "rows": []}
+        return [Answer(entry.name, status[r["do"]], "AttributeError: utils", found) for r in requests]
+
+    monkeypatch.setattr(inside.capture, "ask", ask)
+    monkeypatch.setattr(inside, "Nursery", lambda *_, **__: contextlib.ExitStack())
+    (tmp_path / "code").mkdir()
+    told = []
+    options = asked(tmp_path, plugin.select(["eager"], "rope", "cpu"))
+    options = replace(options, tasks=[task("cube-8"), task("cube-16")])
+    inside.look(options, study_record([row("eager")]), lambda _: None, told.append)
+    assert told == ["eager: no traffic ledger: AttributeError: utils"]

@@ -53,7 +53,7 @@ def run(
 
 def _look(options: Options, found: Record, live: terminal.Live) -> None:
     """Inspect the providers of a study that has been measured, and save what the record gains."""
-    found.account(*inside.look(options, found, live.looking))
+    found.account(*inside.look(options, found, live.looking, live.note))
     record.save(found, options.out)
 
 

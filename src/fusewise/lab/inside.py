@@ -23,6 +23,8 @@ from .problem import Task
 from .process import WorkerProcess
 from .record import Record
 
+#: What each request to a provider asks for.
+WANTED = {"stages": "code", "traffic": "traffic ledger", "profile": "profile"}
 #: Groups that get ledgers: the first of each dtype and pass, then others in order.
 LEDGER_TASKS = 6
 #: Preloaded in the nursery, because most compilers import it first: two seconds of a core. It does not initialise CUDA.
@@ -33,9 +35,11 @@ LONGEST_TEXT = 300_000
 PROFILE_ROWS, PROFILE_NAME = 15, 200
 
 
-def look(options: Options, found: Record, progress: Callable[[str], None]) -> tuple[float, dict[str, float]]:
+def look(
+    options: Options, found: Record, progress: Callable[[str], None], note: Callable[[str], None]
+) -> tuple[float, dict[str, float]]:
     """Add `code`, `ledgers` and `profiles` to a record; returns the seconds taken, in total and by part. The texts with
-    their index are also written to `code/`, traces and flame graphs to `profiles/`."""
+    their index are also written to `code/`, traces and flame graphs to `profiles/`. `note` receives why one of them failed."""
     begun = time.monotonic()
     right = {row.provider for row in found.rows if row.status == "ok" and not analysis.is_floor(row.provider)}
     entries = [entry for entry in options.providers if entry.name in right]
@@ -64,9 +68,15 @@ def look(options: Options, found: Record, progress: Callable[[str], None]) -> tu
     def answered(entry: plugin.Entry, requests: list[dict[str, Any]]) -> list[capture.Answer]:
         progress(entry.name)
         log = folder / "logs" / f"{file_name(entry.name)}.log"
-        return capture.ask(
+        answers = capture.ask(
             entry, requests, log, timeout=options.timeout, nursery=nursery, started=started, spent=busy.append
         )
+        failed = {
+            (request["do"], a.reason) for request, a in zip(requests, answers, strict=True) if a.status == "failed"
+        }
+        for do, reason in sorted(failed):
+            note(f"{entry.name}: no {WANTED[do]}: {reason}")
+        return answers
 
     def ask(entry: plugin.Entry) -> list[capture.Answer]:
         return answered(entry, [capture.wish(entry, first, target, folder), *traffic])

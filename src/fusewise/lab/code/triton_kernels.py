@@ -72,6 +72,13 @@ class _Absent:
     def __init__(self, target: Any) -> None:
         self.target = target
 
+    @property
+    def utils(self) -> Any:
+        """Those of the GPU that is here, whose properties a launch may depend on."""
+        from triton.runtime import driver
+
+        return driver.default.utils
+
     def get_current_target(self) -> Any:
         return self.target
 
