@@ -7,7 +7,8 @@ Run it on the machine of the study. For each correct row with a ledger (not floo
 does not see it) nine more calls run under `ncu`, without clock control, each after the study's own flush. Medians are summed
 over kernels. What a call has written may still be in the cache when its last kernel ends: reading a buffer of twice the
 cache's size drives it out, and the bytes written to DRAM meanwhile are the call's.
-The table shows ledger bytes and counted bytes, kernel time in the study and counted kernel time, and the study's time per call.
+The table shows ledger bytes and counted bytes, kernel time in the study and counted kernel time, and the study's time per call;
+`--append FILE` adds the same to a file, a JSON object per line.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import json
 import os
 import subprocess
 import sys
@@ -22,9 +24,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fusewise.lab import record
+from fusewise.lab.analysis import is_floor
 from fusewise.lab.ledger import Ledger
 from fusewise.lab.record import Row
 from fusewise.lab.render import markdown, number
@@ -145,34 +148,49 @@ def watch(work: Work, flush_bytes: int, device: str) -> None:
         torch.cuda.cudart().cudaProfilerStop()
 
 
-def table(checks: Iterable[Check]) -> str:
-    rows = []
-    for check in checks:
-        row, ideal, counted = check.row, check.ledger.bytes, check.bytes
-        assert row.device_us is not None and row.kernel_us is not None
-        rows.append(
-            [
-                f"{row.op} {row.case} {row.dtype} {row.pass_}", row.provider, str(len(check.kernels)),
-                number(ideal / 2**20), number(counted / 2**20), number(ideal / counted),
-                number(row.kernel_us), number(check.us), number(row.kernel_us / check.us), number(row.device_us),
-            ]
-        )  # fmt: skip
+def entry(check: Check) -> dict[str, Any]:
+    """A check as a line of a file; bytes and microseconds are of one call."""
+    row = check.row
+    return {
+        "op": row.op, "case": row.case, "dtype": row.dtype, "pass": row.pass_, "provider": row.provider, "run": row.run,
+        "device": row.device, "versions": row.versions, "kernels": len(check.kernels), "ledger_bytes": check.ledger.bytes,
+        "counted_bytes": check.bytes, "kernel_us": row.kernel_us, "counted_us": check.us, "device_us": row.device_us,
+    }  # fmt: skip
+
+
+def table(entries: Iterable[dict[str, Any]]) -> str:
+    rows = [
+        [
+            f"{e['op']} {e['case']} {e['dtype']} {e['pass']}", e["provider"], str(e["kernels"]),
+            number(e["ledger_bytes"] / 2**20), number(e["counted_bytes"] / 2**20),
+            number(e["ledger_bytes"] / e["counted_bytes"]), number(e["kernel_us"]), number(e["counted_us"]),
+            number(e["kernel_us"] / e["counted_us"]), number(e["device_us"]),
+        ]
+        for e in entries
+    ]  # fmt: skip
     header = ["case", "provider", "kernels", "ledger MiB", "counted MiB", "ratio"]
     header += ["kernels in the study µs", "counted µs", "ratio", "the call in the study µs"]
     return markdown.table(header, rows)
 
 
-def main(runs: Sequence[str]) -> None:
-    checks = []
+def main(runs: Sequence[str], append: Path | None = None) -> None:
+    entries = []
     for run in runs:
         made = record.read(Path(run))
         ledgers = {(f.op, f.case, f.dtype, f.pass_, f.provider): f for f in map(Ledger.from_json, made.ledgers)}
         for row in made.rows:
             ledger = ledgers.get((*row.key, row.provider))
-            if row.status == "ok" and row.kernel_us and ledger is not None:
+            if row.status != "ok" or not row.kernel_us or is_floor(row.provider):
+                continue
+            if ledger is None:
+                print(f"{row.provider} of {row.case} is not counted: the run has no ledger of it", file=sys.stderr)
+            else:
                 *kernels, after = count(row, made.environment["device"])
-                checks.append(Check(row, ledger, kernels, after))
-    print(table(checks))
+                entries.append(entry(Check(row, ledger, kernels, after)))
+    print(table(entries))
+    if append is not None:
+        with append.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(e, allow_nan=False) + "\n" for e in entries)
 
 
 if __name__ == "__main__":
@@ -181,4 +199,6 @@ if __name__ == "__main__":
     else:
         parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("runs", metavar="RUN", nargs="+", help="a run directory, or its record.json")
-        main(parser.parse_args().runs)
+        parser.add_argument("--append", metavar="FILE", type=Path, help="a file of JSON lines to add the results to")
+        options = parser.parse_args()
+        main(options.runs, options.append)

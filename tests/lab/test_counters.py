@@ -1,6 +1,7 @@
 """Ledgers against GPU performance counters: ncu's output becomes a table. The counters themselves need a GPU."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -61,6 +62,7 @@ def test_a_run_beside_what_was_counted(counters, tmp_path, monkeypatch, capsys):
             row("eager", device_us=12.5, kernel_us=10.5),
             row("floor-copy", device_us=9.0, kernel_us=8.0),
             row("liger", status="missing", device_us=None),
+            row("jax", device_us=12.0, kernel_us=10.0),
         ]
     )
     op, case, dtype, pass_ = made.rows[0].key
@@ -75,9 +77,11 @@ def test_a_run_beside_what_was_counted(counters, tmp_path, monkeypatch, capsys):
     )
     program.chmod(0o755)
     monkeypatch.setattr(counters, "NCU", str(program))
-    counters.main([str(tmp_path)])
+    counters.main([str(tmp_path)], tmp_path / "counted.jsonl")
     assert (tmp_path / "asked").read_text().split() == ["eager"]  # skipped: those without a ledger
-    lines = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    assert printed.err == f"jax of {case} is not counted: the run has no ledger of it\n"
+    lines = printed.out.splitlines()
     # ledger 100 MiB, counted 200 MB and 9 written afterwards; profiler 10.5 µs, counters 10, timer 12.5
     assert [cell.strip() for cell in lines[2].split("|")[2:-1]] == [
         "eager",
@@ -91,6 +95,10 @@ def test_a_run_beside_what_was_counted(counters, tmp_path, monkeypatch, capsys):
         "12.5",
     ]
     assert len(lines) == 3
+    (line,) = (tmp_path / "counted.jsonl").read_text().splitlines()
+    found = json.loads(line)
+    assert (found["provider"], found["run"]) == ("eager", made.rows[0].run)
+    assert (found["ledger_bytes"], found["counted_bytes"], found["counted_us"]) == (100 * 2**20, 209_000_000, 10.0)
 
 
 def test_a_program_that_ends_badly_is_an_error(counters, tmp_path, monkeypatch):
