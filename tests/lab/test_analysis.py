@@ -61,6 +61,8 @@ def test_real_differences_are_told(factor, word):
         (1.0, 0.92, 1.08, 0.03, "same"),  # three times the noise
         (1.0, 0.905, 1.08, 0.03, "ambiguous"),  # and no more
         (1.0, 0.89, 1.0, 0.2, "ambiguous"),  # but 10 % never count as the same
+        (0.6, 0.5, 0.75, 0.25, "ambiguous"),  # an interval that ends where the noise does is not beyond it
+        (1.4, 1.25, 1.5, 0.25, "ambiguous"),
         (1.5, 1.4, 1.6, None, "ambiguous"),
     ],
 )
@@ -111,17 +113,20 @@ def test_the_standard_error_is_that_of_the_mean():
 
 
 def test_the_interval_holds_95_percent_of_a_bootstraps_medians():
-    """Of 101 different ratios, a bootstrap's median is the k-th or a smaller one if 51 or more of 101 draws are."""
-    count = 101
+    """Of 1001 different ratios, a bootstrap's median is the k-th or a smaller one if 501 or more of 1001 draws are."""
+    count = 1001
+    ways = [(n, math.comb(count, n)) for n in range(count // 2 + 1, count + 1)]
 
     def below(k):
         p = k / count
-        return sum(math.comb(count, n) * p**n * (1 - p) ** (count - n) for n in range(count // 2 + 1, count + 1))
+        return sum(of * p**n * (1 - p) ** (count - n) for n, of in ways)
 
-    found = analysis.paired_ratio({k: float(k) for k in range(1, count + 1)}, dict.fromkeys(range(1, count + 1), 1.0))
-    low, high = (next(k for k in range(1, count + 1) if below(k) >= share) for share in (0.025, 0.975))
-    assert (low, high) == (41, 61)
-    assert found.value == 51 and abs(found.low - low) <= 1 and abs(found.high - high) <= 1
+    ones = dict.fromkeys(range(1, count + 1), 1.0)
+    found, mirrored = (analysis.paired_ratio({k: abs(end - k) for k in ones}, ones) for end in (0, count + 1))
+    low, high = (next(k for k in range(400, 600) if below(k) >= share) for share in (0.025, 0.975))
+    assert (low, high) == (470, 532)
+    assert found.value == 501 and abs(found.low - low) <= 2 and abs(found.high - high) <= 2
+    assert (mirrored.low, mirrored.high) == (pytest.approx(1002 - found.high), pytest.approx(1002 - found.low))
 
 
 def test_too_few_rounds_give_no_ratio():
@@ -220,6 +225,7 @@ def test_group_rows_fill_times_shares_and_clocks():
 def test_a_cpu_has_no_throttle_reasons():
     rounds = [{"clocks": {"waiting_threads": value}} for value in (0.5, 0.1, 0.2)]
     assert analysis.summarise_clocks(rounds) == {"waiting_threads": 0.2}
+    assert analysis.summarise_clocks(rounds[:1]) == {"waiting_threads": 0.5}
     timed = [
         dataclasses.replace(row("eager"), clocks=c)
         for c in (None, {"waiting_threads": 0.2}, {"waiting_threads": 0.1}, {"waiting_threads": 0.09})
@@ -250,6 +256,7 @@ def test_half_an_aa_pair_tells_no_noise(original):
     [
         ({"device_us": 10.0, "first_call_s": 2.0}, {"device_us": 20.0, "first_call_s": 1.0}, 100_001),
         ({"device_us": 19.5, "first_call_s": 2.0}, {"device_us": 20.0, "first_call_s": 1.0}, 2_000_001),
+        ({"device_us": 0.5, "first_call_s": 2.0}, {"device_us": 0.75, "first_call_s": 1.0}, 4_000_001),
         ({"device_us": 20.0, "first_call_s": 2.0}, {"device_us": 20.0, "first_call_s": 1.0}, math.inf),
         ({"device_us": 20.0, "first_call_s": 1.0}, {"device_us": 20.0, "first_call_s": 1.0}, 1),
         # back to back, calls take the longer of device and host time

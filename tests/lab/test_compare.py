@@ -115,20 +115,23 @@ def test_a_difference_beside_threads_that_waited_for_a_core_is_ambiguous():
     assert words(compared(busy, idle)) == {"eager": "ambiguous"}
     slower_still = run({"eager": 70.0}, waiting=0.01)
     assert words(compared(busy, slower_still)) == {"eager": "slower"}  # the wait does not explain it
+    assert words(compared(idle, run({"eager": 60.0}, clocks=1583))) == {"eager": "slower"}  # of one clock only
 
 
 def test_notes_say_what_else_changed():
+    names = ("jax", "numpy", "python", "torch", "triton", "tvm")
     before, after = (
-        run({"eager": 50.0}, versions={"torch": "2.10"}),
-        run({"eager": 50.0}, versions={"torch": "2.11"}, device="other"),
+        run({"eager": 50.0}, versions=dict.fromkeys(names[1:], "2.10")),
+        run({"eager": 50.0}, versions=dict.fromkeys(names[:-1], "2.11"), device="other"),
     )
     for i, r in enumerate(after.rows):
         after.rows[i] = dataclasses.replace(r, device_us=r.device_us * 1.5)
     after.request["cache"], before.environment["torch_threads"], after.environment["torch_threads"] = "warm", 2, 1
     notes = compared(before, after).notes
     assert {"cache: cold before, warm after", "torch threads: 2 before, 1 after"} <= set(notes)
-    assert "torch: 2.10 before, 2.11 after" in notes
-    assert "device: test before, other after" in notes
+    changed = ["none before, 2.11", *["2.10 before, 2.11"] * 4, "2.10 before, none"]
+    expected = [f"{name}: {words} after" for name, words in zip(names, changed, strict=True)]
+    assert [*notes[:7]] == ["device: test before, other after", *expected]
     assert any(note.startswith("the machine itself changed: copying takes 1.5") for note in notes)
     slower = compared(run({"eager": 50.0}), run({"eager": 75.0})).notes
     assert not any("machine" in note for note in slower)  # its floor takes as long as before
@@ -164,12 +167,27 @@ def test_the_interval_of_rows_without_samples(iqrs, spread):
 
 def test_the_interval_of_samples_holds_95_percent_of_a_bootstraps_medians():
     """Their exact quantiles are in test_analysis.py."""
-    varied = study_record([row("liger", device_us=51.0)], [measurement("liger", [[float(k)] for k in range(1, 102)])])
-    constant = study_record([row("liger", device_us=1.0)], [measurement("liger", [[1.0]] * 101)])
+    rounds = [[float(k)] for k in range(1, 1002)]
+    varied, mirrored = (
+        study_record([row("liger", device_us=501.0)], [measurement("liger", values)])
+        for values in (rounds, rounds[::-1])
+    )
+    constant = study_record([row("liger", device_us=1.0)], [measurement("liger", [[1.0]] * 1001)])
     (change,) = compared(constant, varied).changes
-    assert change.ratio == 51 and abs(change.low - 41) <= 1 and abs(change.high - 61) <= 1
+    assert change.ratio == 501 and abs(change.low - 470) <= 2 and abs(change.high - 532) <= 2
+    (other,) = compared(constant, mirrored).changes
+    assert (other.low, other.high) == (pytest.approx(1002 - change.high), pytest.approx(1002 - change.low))
     (change,) = compared(varied, constant).changes
-    assert abs(1 / change.low - 61) <= 1 and abs(1 / change.high - 41) <= 1
+    assert abs(1 / change.low - 532) <= 2 and abs(1 / change.high - 470) <= 2
+    (change,) = compared(varied, varied).changes  # drawn independently, though they are the same
+    assert change.low < 0.94 and change.high > 1.06
+
+
+@pytest.mark.parametrize(("rounds", "low"), [((2, 3), 0.9), ((3, 2), 0.9), ((3, 3), 1.0)])
+def test_fewer_than_three_rounds_are_compared_by_their_spread(rounds, low):
+    rows = [row("liger", device_us=1.0, device_us_iqr=0.2 / 0.9)]
+    sides = (study_record(rows, [measurement("liger", [[1.0]] * count)]) for count in rounds)
+    assert compared(*sides).changes[0].low == pytest.approx(low, rel=0.05)
 
 
 def test_relative_to_the_floor_a_slower_machine_is_no_regression():
@@ -186,6 +204,7 @@ def test_relative_to_the_floor_a_slower_machine_is_no_regression():
         row("floor-copy", device_us=10.0),
         row("liger", device_us=20.0, device_us_iqr=0.4, **shared),
         row("jax", "failed"),
+        row("tvm", device_us=3.0, limit="copy"),
     ]
     for without in (study_record(rows), study_record([dataclasses.replace(r, device_us_iqr=None) for r in rows])):
         scaled = compare.relative(compare.side(without, "a")).rows

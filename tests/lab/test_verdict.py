@@ -324,7 +324,7 @@ def test_what_costs_nothing_is_no_cause():
     stage = {"provider": "eager", "stage": "sass", "order": 1, "language": "sass", "text": ""}
     found = record(
         {"floor-copy": 10.0, "eager": 40.0},
-        hosts={"eager": 39.0},
+        hosts={"eager": 40.0},
         ledgers=[ledger("eager", *[(1_000_000, 1_000_000)] * 4)],  # and the time of a launch is unknown
         code=[
             {**stage, "counts": {"spill_bytes": 0, "registers": 40}},

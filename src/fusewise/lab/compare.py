@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from . import analysis, record
-from .analysis import BOOTSTRAP_DRAWS, CONFIDENCE, TWIN, Ratio, is_floor
+from .analysis import BOOTSTRAP_DRAWS, CONFIDENCE, Ratio, is_floor
 from .record import Measurement, Record, Row
 from .render import number
 
@@ -105,7 +105,7 @@ def side(found: Record, name: str) -> Side:
     noise = {
         (c["op"], c["case"], c["dtype"], c["pass"]): c["noise"]
         for c in found.comparisons
-        if c["provider"].endswith(TWIN) and c["noise"] is not None
+        if c["noise"] is not None  # the same for all of a group
     }
     rounds = {_measured(m): analysis.round_medians(m) for m in found.measurements if m.rounds}
     conditions = {"cache": found.request.get("cache"), **{name: found.environment.get(name) for name in ENVIRONMENT}}
@@ -161,8 +161,7 @@ def _change(key: Key, before: Side, after: Side, tolerance: float) -> Change | N
     if old.device_us is None or new.device_us is None:
         words = {(True, False): "broken", (False, True): "mended", (False, False): "still broken"}
         word = words[old.device_us is not None, new.device_us is not None]
-        note = new.reason if new.device_us is None else ""
-        return Change(*key, old.device_us, new.device_us, None, None, None, None, word, note)
+        return Change(*key, old.device_us, new.device_us, None, None, None, None, word, new.reason)
     ratio = _ratio(key, before, after, old, new)
     noise = max(tolerance, before.noise.get(key[:4], 0.0), after.noise.get(key[:4], 0.0))
     word, note = analysis.verdict(ratio, noise), ""

@@ -139,9 +139,8 @@ def _names(value: Any, rule: Json, _: Json) -> str:
     return next((_at(f".{_key(k)}", f) for k in keys if (f := _fault(k, rule))), "")
 
 
-def _pattern(value: Any, rule: str, _: Json) -> str:
-    fits = not isinstance(value, str) or re.search(rule, value)
-    return "" if fits else f"must match {rule}, got {short(value)}"
+def _pattern(value: str, rule: str, _: Json) -> str:
+    return "" if re.search(rule, value) else f"must match {rule}, got {short(value)}"
 
 
 def _required(value: Any, rule: list[str], _: Json) -> str:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from . import analysis
-from .analysis import TWIN, Ratio, is_floor, is_ours
+from .analysis import Ratio, is_floor, is_ours
 from .problem import PRECISIONS
 from .record import Json, Measurement, Record, Row
 from .render import groups, number, percent, size
@@ -254,10 +254,7 @@ def _worth(
             return "cannot tell", None, f"no limit is known: its matmuls were not measured; run {limits}"
         floor = "floor-launch" if timed[0].bytes_min == 0 else "floor-copy"  # nothing to copy where no byte has to move
         return "cannot tell", None, f"no limit is known; add {floor} to the providers, or run {limits}"
-    noise = next(
-        (c["noise"] for c in record.comparisons if _belongs(c, key) and c["provider"].endswith(TWIN)),
-        None,
-    )
+    noise = next((c["noise"] for c in record.comparisons if _belongs(c, key)), None)  # the same for all of a group
     if noise is None:
         return "cannot tell", None, "no A/A pair was measured, so the noise is unknown"
     compilers = [row for row in timed if is_compiler(row.provider)]
