@@ -178,6 +178,20 @@ def test_tf32_is_float32_and_lasts_as_long_as_its_task(usual: str) -> None:
     assert p.bytes_min() == targets.problem_for(_task("tf32")).bytes_min()
 
 
+@pytest.mark.usefixtures("_precision")
+@pytest.mark.parametrize(("made", "library"), [("highest", "high"), ("highest", "medium"), ("high", "highest")])
+def test_eager_code_has_the_precision_of_its_problem_and_a_library_keeps_its_own(
+    made: str, library: str, monkeypatch: Any
+) -> None:
+    torch.set_float32_matmul_precision(made)
+    p, seen = targets.problem_for(_task("fp32")), []
+    run = p.eager
+    monkeypatch.setattr(p, "eager", lambda xs: seen.append(torch.get_float32_matmul_precision()) or run(xs))
+    torch.set_float32_matmul_precision(library)
+    truth.eagers(p)
+    assert {*seen} == {made} and torch.get_float32_matmul_precision() == library
+
+
 PRECISE = """
 import torch
 torch.set_float32_matmul_precision("{}")

@@ -50,9 +50,9 @@ def set_precision(dtype: str) -> None:
     """Let float32 matmuls round their operands to tf32 if the task's dtype says so, else as this process had it when this
     was first called."""
     if not _own:
-        _own.append(_precision())
+        _own.append(precision())
     wanted = "high" if dtype == "tf32" else _own[0]
-    if _precision() != wanted:
+    if precision() != wanted:
         torch.set_float32_matmul_precision(wanted)
 
 
@@ -62,7 +62,8 @@ def reset_precision() -> None:
         set_precision("")
 
 
-def _precision() -> str:
+def precision() -> str:
+    """This process's precision of float32 matmuls."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # it was set by torch's newer settings

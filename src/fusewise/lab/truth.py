@@ -28,7 +28,7 @@ from .counting import counted
 from .earlier import sample, stale_result
 from .errors import Deviation, Errors, equal, errors
 from .plugin import Run
-from .problem import Problem, differentiable, handed_over
+from .problem import Problem, differentiable, handed_over, precision
 from .reads import storage
 from .truths import MOST_BYTES, Truths
 
@@ -120,14 +120,14 @@ def eagers(problem: Problem) -> tuple[list[Tensor], int]:
 def _as_made(problem: Problem) -> Iterator[None]:
     """The precision of float32 matmuls that the problem was made with: a provider's library may allow tf32 for the whole
     process, and is not to be judged by eager code in tf32, too."""
-    changed = tf32_allowed() != problem.tf32
+    before, changed = precision(), tf32_allowed() != problem.tf32
     if changed:
         torch.set_float32_matmul_precision("high" if problem.tf32 else "highest")
     try:
         yield
     finally:
         if changed:
-            torch.set_float32_matmul_precision("highest" if problem.tf32 else "high")
+            torch.set_float32_matmul_precision(before)
 
 
 def expected(problem: Problem, kept: Truths | None = None) -> tuple[list[Tensor], Yardstick]:
