@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 import weakref
 from itertools import pairwise
 from statistics import median
@@ -121,18 +122,10 @@ def test_processes_that_take_turns_flush_with_the_same_memory():
     assert one.flush.numel() == 2**18 and bool((one.flush == 3.0).all())
 
 
-def test_the_garbage_collector_is_off_while_timing_and_on_after():
-    seen = []
-    CpuTimer(0).turn(Work(lambda i: i, lambda _: seen.append(gc.isenabled())), samples=1, calls=1)
-    assert seen == [False]
-    assert gc.isenabled()
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-def test_small_problems_are_averaged_more(device):
-    counts = [calls_per_sample(size, device) for size in (2**10, 2**19, 2**25, 2**30)]
-    assert counts == sorted(counts, reverse=True)
-    assert counts[-1] == 1
+@pytest.mark.parametrize(("device", "small", "medium"), [("cpu", 2**16, 2**20), ("cuda:0", 2**23, 2**26)])
+def test_small_problems_are_averaged_more(device, small, medium):
+    sizes = (0, small, small + 1, medium, medium + 1)
+    assert [calls_per_sample(size, device) for size in sizes] == [16, 16, 4, 4, 1]
 
 
 def test_memory_counts_peak_and_kept():
@@ -202,6 +195,44 @@ def host(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     return now
+
+
+@pytest.mark.parametrize("timer", [CpuTimer(0), CudaTimer(torch.device("cpu"), 0, lambda: None)])
+def test_the_garbage_collector_is_off_while_timing_and_on_after(timer, monkeypatch):
+    FakeCuda().serve(monkeypatch)
+    seen = []
+    timer.turn(Work(lambda i: i, lambda _: seen.append(gc.isenabled())), samples=1, calls=1)
+    assert seen and not any(seen)
+    assert gc.isenabled()
+
+
+def test_the_flush_of_a_gpu_is_before_each_sample_and_not_timed(monkeypatch):
+    cuda, order = FakeCuda().serve(monkeypatch), []
+
+    def fill(buffer):
+        cuda.now += 100.0
+        order.append(buffer.numel())
+
+    def step(_):
+        cuda.now += 7.0
+        order.append("step")
+
+    monkeypatch.setattr(timing, "fill_cache", fill)
+    timer = CudaTimer(torch.device("cpu"), 4096, lambda: None)
+    timer.pair_us = 0.0
+    assert timer.turn(Work(lambda i: i, step), samples=2, calls=2).device_us == [7.0, 7.0]
+    assert order[:6] == 2 * [1024, "step", "step"] and 1024 not in order[6:]
+
+
+def test_one_call_of_a_gpu_is_timed_to_its_end_and_nothing_before(monkeypatch, host):
+    def synchronize(_):
+        host[0] += sum(busy)
+        busy.clear()
+
+    busy = [8.0]  # seconds until the device has done what was queued before
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    timer = CudaTimer(torch.device("cpu"), 0, lambda: None)
+    assert timer.once(Work(lambda i: i, lambda _: busy.append(0.75))) == 0.75
 
 
 @pytest.mark.parametrize(("hold_needed", "attempts"), [(0, 1), (1_500_000, 3)])
@@ -303,9 +334,9 @@ def test_of_events_that_the_host_kept_apart_nothing_is_taken_off(monkeypatch):
     assert not turn.held
 
 
-def test_a_graph_has_the_calls_of_a_sample_captured_once_and_replayed(monkeypatch):
-    """On a stream of its own, where the forward before a backward runs, too."""
-    cuda, done, stream = FakeCuda(pair=1.25).serve(monkeypatch), [], ["current"]
+def graphs(monkeypatch, cuda, done):
+    """Captures on streams that append their names to the list returned; a replay takes four times 7 µs."""
+    stream = ["current"]
 
     @contextlib.contextmanager
     def entered(name):
@@ -319,15 +350,35 @@ def test_a_graph_has_the_calls_of_a_sample_captured_once_and_replayed(monkeypatc
             cuda.now += 4 * 7.0
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "current")
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: SimpleNamespace(wait_stream=lambda other: done.append(other)))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: SimpleNamespace(wait_stream=done.append))
     monkeypatch.setattr(torch.cuda, "stream", lambda _: entered("side"))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: entered("captured"))
+    return stream
+
+
+def test_a_graph_has_the_calls_of_a_sample_captured_once_and_replayed(monkeypatch):
+    """On a stream of its own, where the forward before a backward runs, too."""
+    cuda, done = FakeCuda(pair=1.25).serve(monkeypatch), []
+    stream = graphs(monkeypatch, cuda, done)
     timer = CudaTimer(torch.device("cpu"), 4096, lambda: None)
     work = Work(lambda i: done.append((stream[-1], "begin", i)) or i, lambda i: done.append((stream[-1], "step", i)))
     assert timer.graph_us(work, samples=3, calls=4) == pytest.approx(7.0)
     first, begun = [("side", "begin", 0), ("side", "step", 0)], [("side", "begin", i) for i in range(4)]
     assert done == ["current", *first, *begun, *[("captured", "step", i) for i in range(4)], *["replay"] * 4]
+
+
+def test_an_empty_graph_is_no_time_and_other_warnings_are_passed_on(monkeypatch):
+    stream = graphs(monkeypatch, FakeCuda().serve(monkeypatch), [])
+    timer = CudaTimer(torch.device("cpu"), 0, lambda: None)
+
+    def warned(text):
+        return Work(lambda i: i, lambda _: warnings.warn(text, stacklevel=1) if stream[-1] == "captured" else None)
+
+    with pytest.raises(Uncaptured, match="captures no kernel"):
+        timer.graph_us(warned(f"{timing.EMPTY}. This usually means"), samples=3, calls=4)
+    with pytest.warns(UserWarning, match="a library's own"):
+        assert timer.graph_us(warned("a library's own"), samples=3, calls=4) == 7.0
 
 
 @pytest.mark.parametrize(("us", "calls"), [(900, 20), (2500, 9), (7000, 5)])

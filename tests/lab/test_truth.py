@@ -91,6 +91,26 @@ def test_a_wrong_gradient_behind_a_right_output_is_told():
     assert truth.check(p, Run(lambda *xs: tuple(Scaled.apply(y, 0.99) for y in p.eager(xs)))).reason == ""
 
 
+@pytest.mark.parametrize(
+    ("found", "eager", "terms", "words", "silent"),
+    [
+        (Errors(1.0, 1.0), Errors(1e-7, 1e-7), 1, "error 1 (rms 1) is more than twice eager's 1e-07 (rms 1e-07)", " terms"),
+        (Errors(1.0, 1.0), Errors(1e-7, 1e-7), 5, "band 1.79e-07 of sums of 5 terms", "counting as"),
+        (Errors(1.0, 1.0), Errors(0.5, 1e-7), 1, f", eager's counting as 0.1 at most: {truth.ANOTHER}", " terms"),
+        (Errors(1.0, 1.0), Errors(1e-7, 0.5), 1, f", eager's counting as 0.1 at most: {truth.ANOTHER}", " terms"),
+        (Errors(1.0, 1.0), Errors(0.1, 0.1), 1, "eager's 0.1 (rms 0.1) plus", "counting as"),
+        (Errors(0, 0, 60, 100), Errors(0, 0, 10, 100), 1, "60 of 100 integers differ from float64's, 10 of", "count as"),
+        (Errors(0, 0, 60, 100), Errors(0, 0, 11, 100), 1, f"11 of eager's do, which count as 0.1 at most: {truth.ANOTHER};", "error"),
+    ],
+)  # fmt: skip
+def test_a_reason_says_what_was_allowed(found, eager, terms, words, silent, monkeypatch):
+    monkeypatch.setattr(truth, "expected", lambda *_: ([], Yardstick(eager, terms)))
+    monkeypatch.setattr(truth, "errors", lambda *_: found)
+    p = problem()
+    reason = truth.check(p, Run(right(p))).reason
+    assert words in reason and silent not in reason
+
+
 def test_an_overwritten_input_must_be_declared():
     p = problem()
 
@@ -136,7 +156,10 @@ def test_the_rule_has_a_band_for_one_rounding_and_no_more():
     assert truth.within(Errors(half_ulp, half_ulp), eager, torch.bfloat16)
     assert not truth.within(Errors(1.01 * half_ulp, 0.0), eager, torch.bfloat16)
     assert not truth.within(Errors(0.0, 1.01 * half_ulp), eager, torch.bfloat16)
-    assert truth.within(Errors(2e-3, 2e-3), Yardstick(Errors(1e-3, 1e-3)), torch.float32)
+    eager = Yardstick(Errors(1e-3, 1e-3))
+    assert truth.within(Errors(2e-3, 2e-3), eager, torch.float32)
+    assert not truth.within(Errors(2.001e-3, 0.0), eager, torch.float32)
+    assert not truth.within(Errors(0.0, 2.001e-3), eager, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +204,7 @@ def rounded(x, ulps):
     return ((bits + ulps // 2) // ulps * ulps).view(torch.float32)
 
 
-@pytest.mark.parametrize("far", [0.5, math.inf])
+@pytest.mark.parametrize("far", [0.21, 0.5, math.inf])
 def test_eager_code_that_is_far_off_excuses_nobody(far):
     assert not truth.within(Errors(far, far), Yardstick(Errors(far, far)), torch.bfloat16)
     assert truth.within(Errors(0.1, 0.1), Yardstick(Errors(far, far)), torch.bfloat16)
