@@ -46,6 +46,23 @@ def test_the_answer_is_in_the_numbers_of_the_groups():
     )
 
 
+def test_the_answer_of_several_groups_has_their_range_their_median_and_the_widest_gap():
+    rows = []
+    for case, compiled, kernel in (("a", (2.0, 40.0), 20.0), ("b", (3.0, 60.0), 10.0), ("c", (8.0, 60.0), 20.0)):
+        rows.append(row("torch.compile", case=case, device_us=compiled[0], host_us=compiled[1]))
+        rows.append(row("vllm", case=case, device_us=2.0, host_us=kernel))
+    said, widest = host.answer(host.groups(rows))
+    assert "the device needs 2.00 to 8.00 µs, the call 40.0 to 60.0 µs" in said
+    assert "it takes 1.00 to 4.00 times the device time (median 1.50)" in said
+    assert "as a call 2.00 to 6.00 times as long (median 3.00)" in said
+    assert widest.startswith("The widest gap is b fp32 fwd")
+    busy = [dataclasses.replace(r, device_us=100 * r.device_us) for r in rows]
+    (said,) = host.answer(host.groups(busy))
+    assert "1.00 to 4.00 times the device time" in said and said.endswith("(median 1.50).")
+    (tie,) = host.groups([row("eager", device_us=3.0, host_us=3.0), row("bad", "failed", host_us=3.0)])
+    assert [line.decided_by for line in tie.lines] == ["device"]
+
+
 def test_rows_without_both_say_nothing():
     assert (
         host.groups([row("eager", device_us=3.0), row("bad", "wrong"), row("floor-launch", device_us=1.0, host_us=1.0)])
@@ -56,6 +73,8 @@ def test_rows_without_both_say_nothing():
     assert not host.shown(study_record([row("eager", device_us=3.0)]))
     seen = study_record([row("eager", device_us=3.0)], profiles=gpu_record().profiles)
     assert host.shown(seen) and host.lack(seen).endswith("fusewise study rope-cube")
+    seen.request["title"] = ""
+    assert host.lack(seen).endswith("fusewise study rope")
     assert host.lack(gpu_record()) == ""
 
 
@@ -73,6 +92,8 @@ def test_profiles_are_per_call_and_beside_each_other():
     assert [key for _, key in cells] == [None, 1.0, 4.0, 5.0, 1.0]  # "1,000 µs" sorts as a number
     on_cpu = {**beside[0], "rows": [{k: v for k, v in beside[0]["rows"][0].items() if "device" not in k}]}
     assert host.profile_lines(on_cpu)[0][3] == ("–", None)
+    del beside[0]["rows"][0]["self_device_percent"]
+    assert host.profile_lines(beside[0])[0][3] == ("5.00 µs (–)", 5.0)
 
 
 def test_reports_have_the_section_and_where_the_time_went():

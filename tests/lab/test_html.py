@@ -12,6 +12,7 @@ import pytest
 from builders import HOSTILE, full_record, measurement, row, study_record
 
 from fusewise.lab import record
+from fusewise.lab.ledger import Kernel, Ledger
 from fusewise.lab.render import charts, html, markdown, script, svg
 
 VOID = {"meta", "link", "input", "br", "img"}
@@ -268,6 +269,94 @@ def test_an_old_record_renders(tmp_path):
     old["schema"] = 1
     (tmp_path / "record.json").write_text(json.dumps(old))
     assert "cube-4" in html.report(record.read(tmp_path))
+
+
+def test_a_row_has_a_cell_in_each_column_and_its_number_to_sort_by():
+    times = {"device_us": 10.0, "device_us_iqr": 0.25, "host_us": 6.0, "kernel_us": 9.0, "graph_us": 9.5}
+    first = {"first_call_s": 3.0, "first_call_again_s": 1.5, "peak_bytes": 2048, "held_bytes": 1024}
+    judged = {"limit": "copy", "share_of_limit": 0.8, "verdict_vs_best_other": "faster"}
+    whole = row("liger", **times, **first, **judged, error=1.5e-7, error_eager=2.5e-7)
+    made = study_record([row("eager", device_us=20.0, first_call_s=1.0), whole])
+    assert html._line(made, whole, "row-1", [{"device_us": [1.0, 2.0]}, {"device_us": [3.0]}])["cells"] == [
+        *((text, None) for text in ("cube-8", "fp32", "fwd", "liger", "ok")), ("10.0", 10.0), ("0.250", 0.25),
+        ("80 %", 0.8), ("copy", None), ("800", 800.0), ("faster", None), ("1.50e-07", 1.5e-7), ("2.50e-07", 2.5e-7),
+        ("6.00", 6.0), ("9.00", 9.0), ("9.50", 9.5), ("3.00", 3.0), ("1.50", 1.5), ("200,001", 200_001.0),
+        ("50,001", 50_001.0), ("2.00 KiB", 2048.0), ("1.00 KiB", 1024.0),
+    ]  # fmt: skip
+    bare = html._line(made, row("jax", "missing", bytes_min=None), "row-2", [])["cells"]
+    assert bare[5:] == [("–", None)] * 17
+    names = [column.name for column in html.ROW_COLUMNS]
+    floors = [row(f"floor-{kind}", device_us=8.0, limit="copy", share_of_limit=1.0) for kind in ("copy", "matmul")]
+    slow = row("thunder", device_us=30.0, first_call_s=4.0)
+    found = [dict(zip(names, html._line(made, one, "", [])["cells"], strict=True)) for one in (*floors, slow)]
+    assert [line["of limit"] for line in found] == [("100 %", 1.0), ("–", None), ("–", None)]
+    assert [line["even after"] for line in found] == [("–", None), ("–", None), ("never", html.NEVER)]
+
+
+def test_a_glance_has_the_fastest_of_each_case_that_is_no_floor():
+    rows = [row("floor-copy", device_us=5.0), row("eager", device_us=20.0), row("liger", device_us=10.0)]
+    rows += [row("eager", "wrong", case="b"), row("liger", device_us=12.0, case="b")]
+    (table,) = html._glances(study_record(rows), {r.id: r.id for r in rows})
+    assert (table["title"], table["names"]) == ("fp32 fwd", ["floor-copy", "eager", "liger"])
+    assert [[cell["text"] for cell in line["cells"]] for line in table["lines"]] == [
+        ["5.00", "20.0", "10.0"], ["–", "wrong", "12.0"],
+    ]  # fmt: skip
+    assert [[cell["best"] for cell in line["cells"]] for line in table["lines"]] == 2 * [[False, False, True]]
+
+
+def test_a_providers_traffic_is_the_sum_of_its_kernels():
+    kernels = (Kernel(name="a", read=3, written=5), Kernel(name="b", read=2, written=10))
+    found = Ledger(op="rope", case="a", dtype="fp32", pass_="fwd", provider="jax", kernels=kernels, bytes_min=8)
+    assert html._sum(found) == {
+        "provider": "jax", "kernels": 2, "read": 5, "written": 15, "bytes": 20, "excess": 2.5,
+    }  # fmt: skip
+
+
+def test_facts_of_the_run_and_of_the_machine():
+    made = full_record()
+    made.resumed, made.request["title"] = ["2026-01-02", "2026-01-03"], "é"
+    facts = dict(html._facts(made))
+    assert {
+        "run": "r1", "finished": "yes", "resumed": "2026-01-02, 2026-01-03", "seconds": "1.50", "cores": "2",
+        "cache bytes": "1.00 MiB", "torch": "2.13.0", "limits measured": "2026-01-01", "copy GB/s": "800",
+        "triad GB/s": "750", "matmul TFLOP/s": "fp32 0.500, bf16 –", "launch µs": "2.00",
+    }.items() <= facts.items()  # fmt: skip
+    assert "&#34;title&#34;: &#34;é&#34;" in html.report(made)
+    made.limits, made.finished = {**made.limits, "matmul_tflop_s": {}}, False
+    facts = dict(html._facts(made))
+    assert (facts["matmul TFLOP/s"], facts["finished"]) == ("–", "no: cut short")
+
+
+def test_operations_are_unknown_in_the_case_that_has_them():
+    prepared = {"flops_unknown": ["aten.sort"]}
+    measured = [measurement("eager", [[9.0]], case=case, prepared=of) for case, of in (("a", {}), ("b", prepared))]
+    text = html.report(
+        study_record([row("eager", case=m.case, flops_min=None, device_us=9.0) for m in measured], measured)
+    )
+    before, behind = text.split('<details id="case-row-1"')
+    said = "minimum traffic 7.63 MiB, an unknown number of operations (aten.sort)."
+    assert said in behind and "minimum traffic 7.63 MiB." in before
+
+
+def test_a_stage_says_what_tells_it_from_others_and_where_its_lines_come_from():
+    stage = {"provider": "jax", "stage": "hlo", "order": 1, "language": "hlo", "text": "x", "case": "a"}
+    lines = {"10": "f.py:2", "1": "f.py:1", "2": "f.py:1", "4": "f.py:1", "3": "f.py:1", "6": "f.py:1"}
+    code = [
+        stage | {"lines": lines, "counts": {"registers": 4}},
+        stage | {"order": 0, "part": "1", "lines": {"1": "f.py:2"}},
+    ]
+    assert [found["name"] for found in html._stages(code)] == ["jax · hlo (1)", "jax · hlo"]
+    assert [found["name"] for found in html._stages([stage, stage | {"case": "b"}])] == [
+        "jax · hlo (a)",
+        "jax · hlo (b)",
+    ]
+    assert html._code(code) == {
+        "places": ["f.py:2", "f.py:1"],
+        "stages": [
+            {"runs": [[1, 1, 0]], "counts": {}},
+            {"runs": [[1, 4, 1], [6, 1, 1], [10, 1, 0]], "counts": {"registers": 4}},
+        ],
+    }
 
 
 def test_what_a_compilation_costs_and_when_it_has_paid_off():

@@ -268,7 +268,10 @@ STAGE = {"provider": "eager", "stage": "source", "order": 0, "language": "python
         (lambda d: d["spent"].update({"\x1b[2J": "x"}), r"spent\.'\\x1b\[2J': must be a finite number, got 'x'"),
         (lambda d: d.update(code=[STAGE | {"lines": {"\x1b": "a"}}]), r"code\[0\]\.lines\.'\\x1b': must match"),
         (lambda d: d["rows"][0].update(share_of_limit=5e-324), r"rows\[0\].share_of_limit: must be at least 1e-18"),
-        (lambda d: d.update(code=[STAGE | {"pass": {"a": 1}}]), r"code\[0\]\.pass: must be one of fwd, bwd, fwd\+bwd"),
+        (
+            lambda d: d.update(code=[STAGE | {"pass": {"a": 1}}]),
+            r"code\[0\]\.pass: must be one of fwd, bwd, fwd\+bwd, got dict of 1",
+        ),
         (
             lambda d: d.update(code=[STAGE | {"counts": {"spill": 10**400}}]),
             r"code\[0\]\.counts\.spill: must be at least -1e\+30 and at most 1e\+30, got 1000",
@@ -282,6 +285,12 @@ def test_a_fault_is_told_with_its_place(change, words):
     change(data)
     with pytest.raises(ValueError, match=words):
         record.Record.from_json(data)
+
+
+@pytest.mark.parametrize("end", [1e-18, 1e18])
+def test_a_number_may_be_at_either_end_of_its_range(end):
+    made = study_record([row("eager", device_us=end)])
+    assert record.Record.from_json(made.to_json()) == made
 
 
 @pytest.mark.parametrize("version", [True, 3.5, "3", [3], None])

@@ -3,11 +3,12 @@ import io
 from pathlib import Path
 
 import pytest
-from builders import measurement, row, study_record
+from builders import LIMITS, measurement, row, study_record
 from rich.console import Console
 
 from fusewise.lab import analysis, commands, compare, verdict
 from fusewise.lab.api import Result
+from fusewise.lab.problem import Task
 from fusewise.lab.render import (
     charts,
     gigabytes_per_second,
@@ -249,12 +250,40 @@ def test_a_terminal_of_any_width_has_names_and_times_whole(width):
     console.print(terminal.summary(record))
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= width
+    title = lines.index("rope-cube: microseconds per call, cold cache")
+    assert title == 0 and "microseconds" not in " ".join(lines[1:])
     words = " ".join(lines).split()
     assert set(names) <= set(words)
     assert {f"{123456 + i:,}" for i in range(len(names))} <= set(words)
     tables = words.count("case")
     assert (tables == 1) == (width == 300)
     assert words.count("a-model-prefill-8k") == tables
+    assert lines.count("") == tables - 1  # between them
+
+
+@pytest.mark.parametrize(("folds", "least"), [(False, 11), (True, 7)])
+def test_a_column_is_as_wide_as_its_text_or_where_it_folds_as_its_longest_word(folds, least):
+    assert terminal.Column("a name", folds=folds).widths(["[bold]two longest[/]", "", "数据"]) == (least, 11)
+    assert terminal.Column("", folds=folds).widths([""]) == (0, 0)
+
+
+def test_a_table_of_limits_has_every_rate():
+    found = {**LIMITS, "matmul_tflop_s": {"fp32": 1.0, "bf16": None}, "clocks": {"sm_mhz": 1980}}
+    assert [cells for cells, _ in terminal.limits_table(found).lines] == [
+        ("copy", "1,000 GB/s"), ("triad", "900 GB/s"), ("matmul fp32", "1.00 TFLOP/s"), ("matmul bf16", "– TFLOP/s"),
+        ("launch", "2.00 µs"), ("sm mhz", "1980"),
+    ]  # fmt: skip
+
+
+def test_a_comparison_has_regressions_first_and_what_is_noted():
+    times = {"same": (10.0, 10.0), "quick": (10.0, 5.0), "slow": (10.0, 20.0)}
+    before, after = ([row(name, device_us=both[i]) for name, both in times.items()] for i in (0, 1))
+    sides = [*before, row("bad", device_us=1.0)], [*after, row("bad", "failed")]
+    table = terminal.comparison_table(compare.compare(*(compare.side(study_record(rows), "a") for rows in sides)))
+    assert [(cells[1], *cells[4:], style) for cells, style in table.lines] == [
+        ("slow", "2.000 [2.000, 2.000]", "2 %", "slower", "red"), ("bad", "–", "–", "broken: because", "red"),
+        ("quick", "0.500 [0.500, 0.500]", "2 %", "faster", "green"), ("same", "1.000 [1.000, 1.000]", "2 %", "same", ""),
+    ]  # fmt: skip
 
 
 def test_columns_of_words_fold_between_them():
@@ -277,6 +306,24 @@ def test_a_name_is_no_picture(capsys):
     shown = capsys.readouterr()
     assert "my.py:mask: microseconds" in shown.out
     assert "my.py:key: no such key" in shown.err
+
+
+def test_live_progress_says_what_is_done():
+    live = terminal.Live(Console(file=io.StringIO(), force_terminal=True))
+    (bar,) = live.progress.tasks
+    said = []
+    for told in (
+        lambda: live.group(2, 5, Task("rope", "[red]", "fp32", "fwd", "cpu", 0)),
+        lambda: live.round(3, {"eager": 1.0, "liger": 2.0}),
+        lambda: live.rows([]),
+        lambda: live.looking("[red]"),
+    ):
+        told()
+        said.append((bar.description, bar.completed, bar.total))
+    assert said == [
+        ("\\[red] fp32 fwd: first calls and checks", 2, 5), ("\\[red] fp32 fwd: round 4, 2 providers", 2, 5),
+        ("\\[red] fp32 fwd: round 4, 2 providers", 3, 5), ("code and traffic: \\[red]", 3, 5),
+    ]  # fmt: skip
 
 
 def test_live_progress_off_a_terminal_writes_plain_lines(capsys):
