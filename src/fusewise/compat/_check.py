@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._common import MAX_POSITION, fail, shown
+from ..ops._common import MAX_POSITION, check_strided, fail, shown
 
 # What Python and torch raise when a value has the wrong type or shape for an expression.
 WRONG = (AttributeError, IndexError, OverflowError, RuntimeError, TypeError, ValueError)
@@ -27,10 +27,7 @@ def check_tensor(op: str, name: str, x: object) -> None:
 
 def explain(op: str, name: str, x: Any, least: int = 0) -> None:
     """After an expression on x failed: raise if x is not a strided tensor with at least `least` dimensions."""
-    check_tensor(op, name, x)
-    if x.is_nested or x.layout != torch.strided:
-        got = "a nested tensor" if x.is_nested else x.layout
-        fail(op, name, "be a strided tensor", got, "pass one with padding or call .to_dense()", TypeError)
+    check_strided(op, name, x)
     if x.dim() < least:
         contract = f"have at least {least} dimension{'s' if least > 1 else ''}"
         fail(op, name, contract, f"shape {tuple(x.shape)}", f"check what is passed for {name}")

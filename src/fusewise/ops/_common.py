@@ -58,6 +58,16 @@ def as_int(value: Any) -> Any:
         return value
 
 
+def check_strided(op: str, name: str, x: Any, fix: str | None = None) -> None:
+    """Check that x is a strided tensor. `fix` replaces the advice of the errors."""
+    if not isinstance(x, Tensor):
+        fail(op, name, "be a torch.Tensor", type(x).__name__, fix or f"pass a tensor for {name}", TypeError)
+    if x.is_nested:
+        fail(op, name, "be a strided tensor", "nested", fix or f"pass {name}.values()", TypeError)
+    if x.layout != torch.strided:
+        fail(op, name, "be a strided tensor", x.layout, fix or f"call {name}.to_dense()", TypeError)
+
+
 def check_count(op: str, name: str, value: Any, least: int = 1, most: int | None = None) -> int:
     """Check that an option is an integer from `least` to `most`, and return it as an int."""
     value = as_int(value)

@@ -7,11 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ._choice import Choice
-from ._common import FLOATS, check_one_of, dtype_name, fail, shown
+from ._common import FLOATS, check_one_of, check_strided, dtype_name, fail, shown
 from .gated_linear import _op as _gated_linear_op
 from .gated_linear import _path as _gated_linear_path
 from .gated_linear import gated_linear, gated_mlp, geglu_linear
@@ -143,9 +140,7 @@ def _arguments(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         value = call.arguments[name]
         if parameter.annotation != "Tensor":
             continue
-        if not isinstance(value, Tensor) or value.is_nested or value.layout != torch.strided:
-            got = "nested" if getattr(value, "is_nested", False) else getattr(value, "layout", type(value).__name__)
-            fail("explain_dispatch", name, "be a strided tensor", got, fix, TypeError)
+        check_strided("explain_dispatch", name, value, fix)
         if value.dim() == 0:
             fail("explain_dispatch", name, "have at least one dimension", "none", fix)
     name = "q" if "q" in call.arguments else "x"

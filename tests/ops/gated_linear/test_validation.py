@@ -87,8 +87,8 @@ def test_mistakes_in_the_layout(
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_nested_tensors_are_named(layout: torch.layout) -> None:
     x, weight = (torch.nested.nested_tensor([t, t], layout=layout) for t in (X, W))
-    expect(TypeError, "x must be a dense tensor, got a nested tensor; pass x.values()", geglu_linear, x, W)
-    expect(TypeError, "weight must be a dense tensor, got a nested tensor", geglu_linear, X, weight)
+    expect(TypeError, "x must be a strided tensor, got nested; pass x.values()", geglu_linear, x, W)
+    expect(TypeError, "weight must be a strided tensor, got nested; pass weight.values()", geglu_linear, X, weight)
 
 
 def test_an_unknown_gelu_is_named() -> None:

@@ -306,9 +306,9 @@ def test_explain_dispatch_refuses_what_it_cannot_explain() -> None:
         fusewise.explain_dispatch(fusewise.rope)
     with pytest.raises(TypeError, match=r"a call of rope, got an unexpected keyword argument 'base'; "):
         fusewise.explain_dispatch(fusewise.rope, Q, base=10000.0)
-    with pytest.raises(TypeError, match=r"^explain_dispatch: q must be a strided tensor, got list; pass"):
+    with pytest.raises(TypeError, match=r"^explain_dispatch: q must be a torch.Tensor, got list; pass"):
         fusewise.explain_dispatch(fusewise.rope, [1.0], positions=torch.arange(4))
-    with pytest.raises(TypeError, match=r"^explain_dispatch: weight must be a strided tensor, got NoneType; pass"):
+    with pytest.raises(TypeError, match=r"^explain_dispatch: weight must be a torch.Tensor, got NoneType; pass"):
         fusewise.explain_dispatch(fusewise.geglu_linear, torch.ones(2, 4), None)
     with pytest.raises(TypeError, match=r"^explain_dispatch: q must have dtype float32, .*float64, got int32; pass"):
         fusewise.explain_dispatch(fusewise.rope, Q.int(), **TABLE)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._shared.memo import Memo
-from .._common import FLOATS, check_bool, check_one_of, dtype_name, fail, jit_traces
+from .._common import FLOATS, check_bool, check_one_of, check_strided, dtype_name, fail, jit_traces
 from ._op import IMPLEMENTATIONS, unavailable
 from ._problem import ACTIVATIONS, LAYOUTS, SAVES, Spec
 
@@ -106,8 +106,8 @@ def _check(
 
 
 def check_features(op: str, name: str, x: Any) -> None:
-    """x must be a dense tensor of floating-point features."""
-    check_tensor(op, name, x)
+    """x must be a strided tensor of floating-point features."""
+    check_strided(op, name, x)
     if x.dtype not in FLOATS:
         fail(
             op,
@@ -121,18 +121,8 @@ def check_features(op: str, name: str, x: Any) -> None:
         fail(op, name, "have at least one feature, (..., D)", tuple(x.shape), "pass the features in the last dimension")
 
 
-def check_tensor(op: str, name: str, value: Any) -> None:
-    """`value` must be a dense tensor."""
-    if not isinstance(value, Tensor):
-        fail(op, name, "be a torch.Tensor", type(value).__name__, f"pass a tensor for {name}", TypeError)
-    if value.is_nested:
-        fail(op, name, "be a dense tensor", "a nested tensor", f"pass {name}.values()", TypeError)
-    if value.layout != torch.strided:
-        fail(op, name, "be a strided tensor", value.layout, f"call {name}.to_dense()", TypeError)
-
-
 def _check_like(op: str, name: str, value: Any, x: Tensor, of: str = "x") -> None:
-    check_tensor(op, name, value)
+    check_strided(op, name, value)
     if value.dtype != x.dtype:
         fail(
             op,

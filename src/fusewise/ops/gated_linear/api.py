@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .._common import fail, shown, traced, transforms_active
+from .._common import check_strided, fail, shown, traced, transforms_active
 from . import _autograd, _host, _mlp, reference
 from ._problem import Activation, Halves, Layout, Save, Spec
-from ._validate import check_tensor, validated
+from ._validate import validated
 
 
 def geglu_linear(
@@ -165,7 +165,7 @@ def gated_mlp(
     x, *given = reference.as_autocast(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     w_gate, w_up, w_down, b_gate, b_up, b_down = _with_rows(*given)
     weights: tuple[Tensor | None, ...]
-    check_tensor("gated_mlp", "w_gate", w_gate)
+    check_strided("gated_mlp", "w_gate", w_gate)
     if w_up is None:
         names, weights = ("w_gate", "w_up", "b_gate", "b_up"), (w_gate, None, b_gate, b_up)
     else:

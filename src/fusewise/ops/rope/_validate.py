@@ -18,6 +18,7 @@ from .._common import (
     as_int,
     check_number,
     check_one_of,
+    check_strided,
     dtype_name,
     fail,
     jit_traces,
@@ -153,34 +154,35 @@ def _check(op: str, q: Tensor, k: Tensor | None, a: dict[str, Any]) -> tuple[Spe
     return spec, max_offset
 
 
-def check_tensor(op: str, name: str, x: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> None:
-    """x must be a plain strided tensor of one of the dtypes, on the device if one is given."""
-    if not isinstance(x, Tensor):
-        fail(op, name, "be a torch.Tensor", type(x).__name__, f"pass a tensor for {name}", TypeError)
-    if x.dtype not in dtypes:
+def check_tensor(
+    op: str,
+    name: str,
+    x: Any,
+    dtypes: tuple[torch.dtype, ...] | None = None,
+    device: torch.device | None = None,
+    fix: str | None = None,
+) -> None:
+    """x must be a plain strided tensor, of one of the dtypes and on the device where these are given. `fix` replaces the
+    advice of the errors, which is to make a copy: the result for an output would go there."""
+    check_strided(op, name, x, fix)
+    if dtypes is not None and x.dtype not in dtypes:
         *others, last = map(dtype_name, dtypes)
         allowed = f"{', '.join(others)} or {last}" if others else last
-        fix = f"convert it with .to({dtypes[0]})"
+        advice = f"convert it with .to({dtypes[0]})"
         if x.is_complex():  # which would lose the imaginary parts
-            is_table = name in ("cos", "cos_sin", "angles")
-            fix = (
-                f"pass cos={name}.real, sin={name}.imag" if is_table else f"call torch.view_as_real({name}).flatten(-2)"
-            )
-        fail(op, name, f"have dtype {allowed}", dtype_of(x), fix, TypeError)
-    if x.layout != torch.strided or x.is_nested:
-        fail(op, name, "be a strided tensor", "nested" if x.is_nested else x.layout, "call .to_dense()", TypeError)
+            advice = f"call torch.view_as_real({name}).flatten(-2)"
+            if name in ("cos", "cos_sin", "angles"):
+                advice = f"pass cos={name}.real, sin={name}.imag"
+        fail(op, name, f"have dtype {allowed}", dtype_of(x), fix or advice, TypeError)
     if not torch.compiler.is_compiling() and x.is_neg():
-        fail(op, name, "not be a lazily negated view, as x.conj().imag is", "one", "call .resolve_neg()")
+        fail(op, name, "not be a lazily negated view, as x.conj().imag is", "one", fix or "call .resolve_neg()")
     if device is not None and x.device != device:
-        fail(op, name, f"be on the device of q, {device}", x.device, f"move it with .to({str(device)!r})")
+        fail(op, name, f"be on the device of q, {device}", x.device, fix or f"move it with .to({str(device)!r})")
 
 
-def check_unit_stride(op: str, name: str, x: Tensor) -> None:
+def check_unit_stride(op: str, name: str, x: Tensor, fix: str = "call .contiguous()") -> None:
     if x.shape[-1] != 1 and x.stride(-1) != 1 and x.numel() > 0:
-        got = f"strides {x.stride()}"
-        # Never suggest .contiguous() for an output: the result would go to the copy.
-        fix = "give one that has" if name.startswith("out") else "call .contiguous()"
-        fail(op, name, "have a contiguous last dimension (stride 1)", got, fix)
+        fail(op, name, "have a contiguous last dimension (stride 1)", f"strides {x.stride()}", fix)
 
 
 def _check_rotated(op: str, q: Tensor, k: Tensor | None, layout: str, partial: bool) -> None:

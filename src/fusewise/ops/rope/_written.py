@@ -20,11 +20,11 @@ def check_out(op: str, xs: tuple[Tensor, ...], out: Any, options: tuple[Any, ...
         fix = "pass a tensor, or (q_out, k_out) with a k"
         fail(op, "out", f"be {len(xs)} tensor(s)", repr(type(out).__name__), fix, TypeError)
     for name, x, y in zip(("q", "k"), xs, outs, strict=False):
-        check_tensor(op, f"out for {name}", y, (x.dtype,), x.device)
+        fix = f"use torch.empty_like({name})"
+        check_tensor(op, f"out for {name}", y, (x.dtype,), x.device, fix)
         if y.shape != x.shape:
-            fix = f"use torch.empty_like({name})"
             fail(op, f"out for {name}", f"have the shape of {name}, {shape_of(x)}", shape_of(y), fix)
-        check_unit_stride(op, f"out for {name}", y)
+        check_unit_stride(op, f"out for {name}", y, fix)
         if y.requires_grad:
             fail(op, f"out for {name}", "not require grad", "requires_grad=True", "call rope without out=")
     if torch.compiler.is_compiling():
