@@ -42,7 +42,13 @@ __all__ = [
 _SUBMODULES = ("compat", "distributed", "integrations", "native", "nn")  # imported on first access
 study: Callable[..., Any]  # `fusewise.lab.api.study`, imported by `__getattr__` on first access
 
-if not TYPE_CHECKING:  # otherwise a type checker would accept any misspelt attribute of this module
+if TYPE_CHECKING:
+    from . import compat as compat
+    from . import distributed as distributed
+    from . import integrations as integrations
+    from . import native as native
+    from . import nn as nn
+else:  # a type checker that saw this function would accept any misspelt attribute of this module
 
     def __getattr__(name: str) -> Any:
         if name in _SUBMODULES:
