@@ -116,7 +116,7 @@ def test_repr_says_what_it_is() -> None:
         ({"rotary_start": 8}, ValueError, "rotary_start must leave room for rotary_dim = 16"),
         ({"rotary_start": 1.5}, TypeError, "rotary_start must be an int"),
         ({"sections": (1, 2)}, ValueError, "sections must be three numbers of pairs"),
-        ({"sections_interleaved": "x"}, TypeError, "sections_interleaved must be True or False"),
+        ({"sections_interleaved": "x"}, TypeError, "sections_interleaved must be a bool"),
         ({"head_dim": 514}, ValueError, "an even head_dim from 2 to 512"),
     ],
     ids=str,

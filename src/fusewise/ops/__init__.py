@@ -5,6 +5,7 @@
     _choice      selection of an implementation
     _register    registration of operators with torch
     _common      form of errors, checks of plain arguments, autograd and tensor helpers
+    _overlap     whether tensors share memory
     _tuned       configurations found by `fusewise tune`
     _cases       helpers for tables of named cases
 

@@ -130,7 +130,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scale-tensor": ({"scale": torch.ones(())}, TypeError, "scale must be a float or an int"),
     "scale-huge": ({"scale": 10**400}, ValueError, "scale must be a float or an int, finite in float32, got 1000"),
     "scale-beyond-float32": ({"scale": 1e39}, ValueError, "scale must be a float or an int, finite in float32, got 1e\\+39"),
-    "inverse-text": ({"inverse": "yes"}, TypeError, "inverse must be True or False, got 'yes'"),
+    "inverse-text": ({"inverse": "yes"}, TypeError, "inverse must be a bool, got 'yes'"),
     # positions
     "positions-sparse": ({"positions": IDS.to_sparse()}, TypeError, "positions must be a strided tensor, got torch.sparse_coo"),
     "offset-2^31": ({"cos": None, "sin": None, "inv_freq": FREQ, "offset": 2**31}, ValueError, "offset must be a position below 2\\^31, got 2147483648"),
@@ -172,7 +172,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "sections-positions": ({"sections": (4, 2, 2), "positions": IDS}, ValueError, r"positions must have shape \(3, 6\) or \(3, 2, 6\), got \(6,\)"),
     "sections_interleaved-alone": ({"sections_interleaved": True}, ValueError, "sections_interleaved must come with sections"),
     "context_parallel-rank": ({"context_parallel": (2, 2)}, ValueError, r"context_parallel must be \(rank, size\) with 0 <= rank < size, got \(2, 2\)"),
-    "sections_interleaved-tensor": ({"sections_interleaved": torch.ones(2)}, TypeError, "sections_interleaved must be True or False, got Tensor; "),
+    "sections_interleaved-tensor": ({"sections_interleaved": torch.ones(2)}, TypeError, "sections_interleaved must be a bool, got Tensor; "),
     "context_parallel-2^70": ({"context_parallel": (0, 2**70)}, ValueError, "context_parallel must be"),
     "context_parallel-negative": ({"context_parallel": (-1, 2)}, ValueError, "context_parallel must be"),
     "context_parallel-int": ({"context_parallel": 2}, ValueError, r"context_parallel must be \(rank, size\)"),

@@ -16,6 +16,7 @@ from .._common import (
     KERNEL_FLOATS,
     MAX_POSITION,
     as_int,
+    check_bool,
     check_number,
     check_one_of,
     check_strided,
@@ -121,8 +122,7 @@ def _check(op: str, q: Tensor, k: Tensor | None, a: dict[str, Any]) -> tuple[Spe
     if k is not None:
         _check_rotary(op, k.shape[-1], rotary_dim, start)
     for name in ("sections_interleaved", "inverse"):
-        if not isinstance(a[name], bool):
-            fail(op, name, "be True or False", shown(a[name]), "pass a bool", TypeError)
+        check_bool(op, name, a[name], "pass True or False")
     b_dim, t_dim, _ = layout_dims(a["layout"])
     batch, tokens = 1 if b_dim is None else q.shape[b_dim], q.shape[t_dim]
     sections = _check_sections(op, sections, a["sections_interleaved"], rotary_dim // 2, a["positions"])
