@@ -349,6 +349,20 @@ def test_rotary_position_embedding(factor: Any, trained: Any, scale: float, inte
     assert torch.equal(module.float()(10, offset=3), angles)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("with_cuda", [False, True])
+def test_rotary_position_embedding_made_on_the_meta_device(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, with_cuda: bool
+) -> None:
+    expected = RotaryPositionEmbedding(D, 0.5, rotary_base=500.0).inv_freq
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: with_cuda)
+    with torch.device("meta"):
+        module = RotaryPositionEmbedding(D, 0.5, rotary_base=500.0)
+    assert module.inv_freq.is_meta
+    found = module.to(dtype).to_empty(device=DEVICE).inv_freq
+    torch.testing.assert_close(found, expected.double() if dtype == torch.float64 else expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

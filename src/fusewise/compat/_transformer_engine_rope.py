@@ -118,9 +118,9 @@ def _contiguous_strides(x: Tensor) -> list[int]:
 class RotaryPositionEmbedding(nn.Module):
     """Angles for `apply_rotary_pos_emb`: position · rotary_base^(−2i / dim), each twice, float32 (max_seq_len, 1, 1, dim).
 
-    inv_freq is created on the current CUDA device if there is one. With seq_len_interpolation_factor f and
-    pretrained_max_position_embeddings M, positions are scaled by 1 / f, or by M / max_seq_len if max_seq_len > M · f.
-    Casting the module to a 16-bit dtype leaves inv_freq in float32.
+    inv_freq is created on the current CUDA device if there is one; on the meta device if that is the default, until `to_empty`.
+    With seq_len_interpolation_factor f and pretrained_max_position_embeddings M, positions are scaled by 1 / f, or by
+    M / max_seq_len if max_seq_len > M · f. Casting the module to a 16-bit dtype leaves inv_freq in float32.
     """
 
     def __init__(
@@ -147,16 +147,23 @@ class RotaryPositionEmbedding(nn.Module):
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.rotary_base, self.interleaved = rotary_base, flag(op, "interleaved", interleaved)
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-        steps = torch.arange(0, dim, 2, dtype=torch.float32, device=device)
-        self.register_buffer("inv_freq", 1.0 / rotary_base ** (steps / dim))
+        self._dim = dim
+        on_cuda = torch.cuda.is_available() and torch.get_default_device().type != "meta"
+        device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else None
+        self.register_buffer("inv_freq", self._compute_inv_freq(device))
         self.inv_freq: Tensor
+
+    def _compute_inv_freq(self, device: torch.device | None) -> Tensor:
+        steps = torch.arange(0, self._dim, 2, dtype=torch.float32, device=device)
+        return 1.0 / self.rotary_base ** (steps / self._dim)
 
     def _apply(self, fn: Any, recurse: bool = True) -> RotaryPositionEmbedding:
         exact = self.inv_freq
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.inv_freq.itemsize < 4:  # rounded, and so would be positions
-            self.inv_freq = exact.to(self.inv_freq.device, torch.float32)
+        device, rounded = self.inv_freq.device, self.inv_freq.itemsize < 4  # as would be positions
+        dtype = torch.float32 if rounded else self.inv_freq.dtype
+        if exact.is_meta or rounded:  # meta tensors have no data to move
+            self.inv_freq = (self._compute_inv_freq(device) if exact.is_meta else exact).to(device, dtype)
         return self
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
