@@ -7,7 +7,8 @@ Run it on the machine of the study. For each correct row with a ledger (not floo
 does not see it) nine more calls run under `ncu`, without clock control, each after the study's own flush. Medians are summed
 over kernels. What a call has written may still be in the cache when its last kernel ends: reading a buffer of twice the
 cache's size drives it out, and the bytes written to DRAM meanwhile are the call's.
-The table shows ledger bytes and counted bytes, kernel time in the study and counted kernel time, and the study's time per call;
+The table shows ledger bytes, also with what matrix products read again through the device's cache, counted bytes, kernel time in
+the study and counted kernel time, and the study's time per call;
 `--append FILE` adds the same to a file, a JSON object per line.
 """
 
@@ -53,10 +54,12 @@ class Counted(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """A row, its ledger, its counted kernels, and the one that read another buffer afterwards."""
+    """A row, its ledger, the bytes that its matrix products read again, its counted kernels, and the one that read another
+    buffer afterwards."""
 
     row: Row
     ledger: Ledger
+    again: int
     kernels: Sequence[Counted]
     after: Counted
 
@@ -154,6 +157,7 @@ def entry(check: Check) -> dict[str, Any]:
     return {
         "op": row.op, "case": row.case, "dtype": row.dtype, "pass": row.pass_, "provider": row.provider, "run": row.run,
         "device": row.device, "versions": row.versions, "kernels": len(check.kernels), "ledger_bytes": check.ledger.bytes,
+        "again_bytes": check.again,
         "counted_bytes": check.bytes, "kernel_us": row.kernel_us, "counted_us": check.us, "device_us": row.device_us,
     }  # fmt: skip
 
@@ -162,13 +166,14 @@ def table(entries: Iterable[dict[str, Any]]) -> str:
     rows = [
         [
             f"{e['op']} {e['case']} {e['dtype']} {e['pass']}", e["provider"], str(e["kernels"]),
-            number(e["ledger_bytes"] / 2**20), number(e["counted_bytes"] / 2**20),
-            number(e["ledger_bytes"] / e["counted_bytes"]), number(e["kernel_us"]), number(e["counted_us"]),
+            number(e["ledger_bytes"] / 2**20), number((e["ledger_bytes"] + e["again_bytes"]) / 2**20),
+            number(e["counted_bytes"] / 2**20), number((e["ledger_bytes"] + e["again_bytes"]) / e["counted_bytes"]),
+            number(e["kernel_us"]), number(e["counted_us"]),
             number(e["kernel_us"] / e["counted_us"]), number(e["device_us"]),
         ]
         for e in entries
     ]  # fmt: skip
-    header = ["case", "provider", "kernels", "ledger MiB", "counted MiB", "ratio"]
+    header = ["case", "provider", "kernels", "ledger MiB", "with repeats", "counted MiB", "ratio"]
     header += ["kernels in the study µs", "counted µs", "ratio", "the call in the study µs"]
     return markdown.table(header, rows)
 
@@ -186,7 +191,8 @@ def main(runs: Sequence[str], append: Path | None = None) -> None:
                 print(f"{row.provider} of {row.case} is not counted: the run has no ledger of it", file=sys.stderr)
             else:
                 *kernels, after = count(row, made.environment["device"])
-                entries.append(entry(Check(row, ledger, kernels, after)))
+                again = ledger.again(made.environment["cache_bytes"])
+                entries.append(entry(Check(row, ledger, again, kernels, after)))
     print(table(entries))
     if append is not None:
         with append.open("a", encoding="utf-8") as file:

@@ -48,6 +48,7 @@ def test_a_terminal_obeys_nothing_that_a_provider_says_of_its_code() -> None:
     shown = {"provider": "p", "status": "ok", "reason": "", "stages": [stage]}
     index = {"providers": [shown, {"provider": "q", "status": "failed", "reason": nasty, "stages": []}]}
     profiled = {"provider": "p", "status": "ok", "reason": "", "rows": [{}], "table": nasty, "ledger_reason": nasty}
+    profiled["cache_bytes"] = 2**20
     kernels = (Kernel(name=nasty, read=1, written=1),)
     ledger = Ledger(op="gelu", case="c", dtype="fp32", pass_="fwd", provider="p", kernels=kernels).to_json()
     said = [commands.listing(index), commands.texts(index)]
@@ -394,6 +395,7 @@ def test_what_inductor_leaves_to_pytorch_may_be_a_view() -> None:
     def scheduled(overload: Any, read: int, written: int) -> Any:
         return SimpleNamespace(
             node=SimpleNamespace(op_overload=overload, python_kernel_name=f"torch.ops.{overload}"), is_extern=lambda: True,
+            get_nodes=list,
             get_read_write_buffer_accesses=lambda include_reads, include_writes: {"x": read if include_reads else written},
         )  # fmt: skip
 

@@ -225,6 +225,19 @@ def test_the_ledger_of_the_gated_units_cuda_kernels() -> None:
     assert sum("mm" in kernel.name for kernel in products) == 2
 
 
+@pytest.mark.parametrize(
+    "name", ["eager", "torchscript", "torch.compile", "fusewise-triton", "fusewise-gluon", "fusewise-cuda"]
+)
+def test_every_ledger_tells_the_product_of_a_gated_unit(name: str) -> None:
+    problem = targets.problem_for(Task("geglu", "quick-square", "bf16", "fwd", "cpu", 0))
+    (entry,) = plugin.select([name], "geglu", "cpu")
+    assert entry.provider is not None
+    products = [kernel.product for kernel in entry.provider.traffic(problem.compact(), "sm_90")]
+    case, flops = problem.case, problem.flops_min()  # type: ignore[attr-defined]
+    operands = 2 * case.features * (case.rows + 2 * case.hidden)
+    assert [product for product in products if product is not None] == [(flops, operands, 2)]
+
+
 def test_what_gluon_computes_in_less_time_is_in_the_ledger_as_its() -> None:
     """Even if this process asked before, of the machine it runs on, what Gluon computes here."""
     _cuda.lacks("forward", 2048, torch.empty(1024, 512, dtype=torch.bfloat16))

@@ -9,7 +9,7 @@ import pytest
 from builders import row, study_record
 
 from fusewise.lab import record
-from fusewise.lab.ledger import Kernel, Ledger
+from fusewise.lab.ledger import Kernel, Ledger, Product
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "counters.py"
 HEAD = """==PROF== Connected to process 12
@@ -66,7 +66,11 @@ def test_a_run_beside_what_was_counted(counters, tmp_path, monkeypatch, capsys):
         ]
     )
     op, case, dtype, pass_ = made.rows[0].key
-    kernels = (Kernel(name="add", read=2**20, written=50 * 2**20), Kernel(name="mul", read=0, written=49 * 2**20))
+    product = Product(flops=29 * 2**28, read=2**20, itemsize=2)  # through half of 1 MiB it reads 29 MiB
+    kernels = (
+        Kernel(name="mm", read=2**20, written=50 * 2**20, product=product),
+        Kernel(name="mul", read=0, written=49 * 2**20),
+    )
     ledger = Ledger(op=op, case=case, dtype=dtype, pass_=pass_, provider="eager", kernels=kernels)
     made.ledgers.append(ledger.to_json())
     record.save(made, tmp_path)
@@ -82,13 +86,14 @@ def test_a_run_beside_what_was_counted(counters, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr()
     assert printed.err == f"jax of {case} is not counted: the run has no ledger of it\n"
     lines = printed.out.splitlines()
-    # ledger 100 MiB, counted 200 MB and 9 written afterwards; profiler 10.5 µs, counters 10, timer 12.5
+    # ledger 100 MiB, 28 read again, counted 200 MB and 9 written afterwards; profiler 10.5 µs, counters 10, timer 12.5
     assert [cell.strip() for cell in lines[2].split("|")[2:-1]] == [
         "eager",
         "2",
         "100",
+        "128",
         "199",
-        "0.502",
+        "0.642",
         "10.5",
         "10.0",
         "1.05",
@@ -98,7 +103,12 @@ def test_a_run_beside_what_was_counted(counters, tmp_path, monkeypatch, capsys):
     (line,) = (tmp_path / "counted.jsonl").read_text().splitlines()
     found = json.loads(line)
     assert (found["provider"], found["run"]) == ("eager", made.rows[0].run)
-    assert (found["ledger_bytes"], found["counted_bytes"], found["counted_us"]) == (100 * 2**20, 209_000_000, 10.0)
+    assert (found["ledger_bytes"], found["again_bytes"] >> 20, found["counted_bytes"], found["counted_us"]) == (
+        100 * 2**20,
+        28,
+        209_000_000,
+        10.0,
+    )
 
 
 def test_a_program_that_ends_badly_is_an_error(counters, tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fusewise.lab.code.aten import Operators
-from fusewise.lab.ledger import Kernel, Ledger, extent, merged
+from fusewise.lab.ledger import Kernel, Ledger, Product, extent, merged
 from fusewise.lab.record import Record
 from fusewise.lab.render import html, markdown
 from fusewise.lab.render import ledgers as render
@@ -81,6 +81,37 @@ def charged(function: Callable[[], object]) -> list[tuple[str, int, int]]:
 )
 def test_bytes_of_operators(function: Callable[[], object], expected: list[tuple[str, int, int]]) -> None:
     assert charged(function) == expected
+
+
+@pytest.mark.parametrize(
+    ("function", "flops", "read"),
+    [
+        (lambda: X @ X[:, :4], 2 * 8 * 8 * 4, 256 + 128),
+        (lambda: torch.mm(X[:4].bfloat16(), X.bfloat16()), 2 * 4 * 8 * 8, 64 + 128),
+        (lambda: torch.addmm(ROW, X, X.t()), 2 * 8 * 8 * 8, 512),
+        (lambda: functional.linear(X, X[:2], ROW[:2]), 2 * 8 * 8 * 2, 256 + 64),
+        (lambda: torch.bmm(X.view(2, 4, 8), X[:4].view(2, 8, 2)), 2 * 2 * 4 * 8 * 2, 256 + 128),
+        (lambda: torch.baddbmm(ONE, X.view(2, 4, 8), X[:4].view(2, 8, 2)), 2 * 2 * 4 * 8 * 2, 256 + 128),
+        (lambda: X[:0] @ X, 0, 256),
+        (lambda: X * X, None, None),
+    ],
+)
+def test_a_product_is_told_beside_its_bytes(function: Callable[[], object], flops: int | None, read: int) -> None:
+    with Operators() as seen:
+        function()
+    product = seen.kernels[-1].product
+    assert (product is None) if flops is None else (product is not None and product[:2] == (flops, read))
+
+
+def test_a_product_reads_again_what_half_of_a_cache_cannot_hold() -> None:
+    """At 16384 x 1024 x 8192 an H200 counted 96 MiB more than the operands, of eager code, torch.compile and our own."""
+    product = Product(flops=2 * 16384 * 1024 * 8192, read=48 * 2**20, itemsize=2)
+    assert product.again(50 * 2**20) / 2**20 == pytest.approx(96, abs=1)
+    assert product.again(500 * 2**20) == 0  # less than the operands: they are read once
+    kernel = Kernel(name="mm", read=1, written=1, product=product)
+    assert ledger(kernel, Kernel(name="add", read=1, written=1), kernel).again(50 * 2**20) == 2 * product.again(
+        50 * 2**20
+    )
 
 
 def test_a_table_is_charged_what_a_call_can_use_of_it() -> None:
@@ -171,7 +202,8 @@ def ledger(*found: Kernel, minimum: int | None = 2048) -> Ledger:
 
 
 def test_ledgers_survive_json_and_follow_the_schema() -> None:
-    made = ledger(Kernel(name="k", read=1, written=2, note="n"))
+    product = Product(flops=2, read=1, itemsize=4)
+    made = ledger(Kernel(name="k", read=1, written=2, note="n"), Kernel(name="mm", read=1, written=2, product=product))
     assert Ledger.from_json(made.to_json()) == made
     record = study_record([], ledgers=[made.to_json()])
     assert Ledger.from_json(Record.from_json(record.to_json()).ledgers[0]) == made
@@ -196,6 +228,18 @@ def test_the_table_adds_up() -> None:
         "of",
         "minimum",
     ]
+
+
+def test_what_is_read_again_is_told_in_words() -> None:
+    product = Product(flops=2**31, read=2**20, itemsize=4)  # 2²³ bytes through half of 8 MiB
+    found = ledger(Kernel(name="mm", read=2**20, written=2**10, product=product))
+    said = "matrix products read about 7.00 MiB again through half of a cache of 8.00 MiB"
+    assert render.text(found, 2**23).splitlines()[-1] == said
+    assert [render.again(found, unknown) for unknown in (0, None, 2**40)] == ["", "", ""]
+    made = study_record([row("eager", op="gelu", case="c|<b>")], ledgers=[found.to_json()])
+    made.environment["cache_bytes"] = 2**23
+    assert f"eager: {said}." in markdown.report(made)
+    assert f"eager: {said}." in html.report(made)
 
 
 def test_the_reports_have_every_kernel_and_the_sums() -> None:

@@ -25,6 +25,8 @@ OVERWRITE = {"copy_", "fill_", "zero_", "normal_", "uniform_", "set_", "bernoull
 LOOK_UP = {"index", "index_select", "gather", "embedding", "take"}
 #: Operators that read no more of their first argument than a row for each index in their second.
 BAGS = {"_embedding_bag", "_embedding_bag_forward_only"}
+#: Matrix products: the position of the first of two matrices among their arguments.
+PRODUCTS = {"mm": 0, "bmm": 0, "_int_mm": 0, "addmm": 1, "baddbmm": 1}
 #: Operators that use only the shape and dtype of their first argument.
 ALIKE = {
     "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones", "new_full",
@@ -126,7 +128,8 @@ class Operators(Mode):
             adds = name in ADDING or (name in ("index_put_", "_index_put_impl_") and len(actual) > 3 and actual[3])
             read_bytes += written_bytes if adds else 0
         note = ", ".join(map(brief, inputs)) + " → " + ", ".join(map(brief, outputs))
-        return ledger.Kernel(name=str(func), read=read_bytes, written=written_bytes, note=note)
+        product = multiplied(name, actual)
+        return ledger.Kernel(name=str(func), read=read_bytes, written=written_bytes, note=note, product=product)
 
     def _bytes(self, tensors: Sequence[Tensor]) -> int:
         """Bytes of the distinct tensors among these."""
@@ -138,6 +141,12 @@ class Operators(Mode):
         text = "".join(f"{line}\n" for line in self.text)
         counts = {"operators": len(self.text), "kernels": len(self.kernels)}
         return Stage(stage="aten", language="python", text=text, lines=self.lines, counts=counts)
+
+
+def multiplied(name: str, arguments: Sequence[Any]) -> ledger.Product | None:
+    """The product that an operator computes, if that is what it does."""
+    at = PRODUCTS.get(name)
+    return None if at is None else ledger.product(*arguments[at : at + 2])
 
 
 def _named(name: str, arguments: Sequence[Any]) -> int:

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from .. import analysis, plan, plugin
+from .. import analysis, machine, plan, plugin
 from ..names import nearest
 from ..nursery import Nursery
 from ..problem import Task
@@ -85,7 +85,7 @@ def texts(index: dict[str, Any]) -> str:
 
 
 def profile(task: Task, entry: plugin.Entry, out: Path, timeout: float = capture.TIMEOUT_S) -> dict[str, Any]:
-    """Profile one provider into `out`; {"status", "reason", "rows", "table", "files", "ledger"}."""
+    """Profile one provider into `out`; {"status", "reason", "rows", "table", "files", "ledger", "cache_bytes"}."""
     out.mkdir(parents=True, exist_ok=True)
     target = capture.default_target(task.device)
     log = out / "log.txt"
@@ -99,7 +99,8 @@ def profile(task: Task, entry: plugin.Entry, out: Path, timeout: float = capture
     found = {"provider": entry.name, "status": seen.status, "reason": seen.reason, **seen.found}
     found.pop("ok", None)
     found.pop("id", None)
-    return {**found, "ledger": traffic.found.get("ledger"), "ledger_reason": traffic.reason}
+    found |= {"ledger": traffic.found.get("ledger"), "ledger_reason": traffic.reason}
+    return {**found, "cache_bytes": machine.cache_bytes(task.device)}
 
 
 #: Shown for code that runs outside torch.
@@ -117,5 +118,8 @@ def profile_text(found: dict[str, Any]) -> str:
     if found["ledger"] is None:
         parts.append(f"no traffic ledger: {printable(found['ledger_reason'])}")
     else:
-        parts += ["bytes that one call reads and writes:", render_ledgers.text(Ledger.from_json(found["ledger"]))]
+        parts += [
+            "bytes that one call reads and writes:",
+            render_ledgers.text(Ledger.from_json(found["ledger"]), found["cache_bytes"]),
+        ]
     return "\n".join(parts)

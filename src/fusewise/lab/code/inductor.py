@@ -23,6 +23,7 @@ import torch
 
 from .. import ledger
 from . import disassembly, triton_kernels
+from .aten import multiplied
 from .stage import Stage, short, tidy
 
 #: Device properties that Inductor queries. Multiprocessor count and caches are those of an H200; the rest holds for
@@ -104,8 +105,20 @@ def traffic(lowering: Any) -> list[ledger.Kernel]:
         # A view only reinterprets memory, e.g. the real view of a complex tensor.
         view = getattr(getattr(node.node, "op_overload", None), "is_view", False)
         if written or (read and not view):
-            kernels.append(ledger.Kernel(name=str(name), read=int(read), written=int(written)))
+            kernels.append(ledger.Kernel(name=str(name), read=int(read), written=int(written), product=_product(node)))
     return kernels
+
+
+def _product(node: Any) -> ledger.Product | None:
+    """The matrix product that a scheduled node computes, with what is fused into it."""
+    for part in node.get_nodes():
+        origin = None if part.node is None else part.node.get_origin_node()
+        if origin is not None and origin.op == "call_function":
+            name = str(getattr(origin.target, "overloadpacket", "")).partition(".")[2]
+            found = multiplied(name, [x.meta.get("val") if hasattr(x, "meta") else x for x in origin.args])
+            if found is not None:
+                return found
+    return None
 
 
 def _operators(node: Any) -> Iterator[str]:

@@ -26,7 +26,7 @@ from fusewise.ops._choice import Choice
 from fusewise.ops.gated_linear import _onednn, _products
 from fusewise.ops.gated_linear._cuda.tiles import SIDEWAYS, STREAM_COLUMNS, width_of_stream
 
-from ..ledger import Kernel, extent
+from ..ledger import Kernel, Product, extent, product
 from ..plugin import Missing, Run, Unsupported
 from ..problem import Problem
 from . import aten, disassembly, passes, pytorch, triton_kernels
@@ -60,10 +60,15 @@ def traffic(problem: Problem, run: Run, impl: str, target: str) -> list[Kernel]:
     """The kernels that `impl` launches for a problem, and the torch operators around them."""
     seen = aten.Operators(within="fusewise", used=used(problem))
     before, step = passes.steps(problem, run)
+
+    def charge(launch: triton_kernels.Launch) -> None:
+        kernel = triton_kernels.kernel(launch, used(problem))
+        seen.kernels.append(replace(kernel, product=_product_of(launch)))
+
     with contextlib.ExitStack() as stack:
         if impl in ("triton", "gluon"):
             stack.enter_context(_serving_any_device(problem, impl, target))
-            stack.enter_context(triton_kernels.recorded(target, seen.kernels.append, used(problem)))
+            stack.enter_context(triton_kernels.recorded(target, charge))
         elif impl in ("cpu", "cuda"):
             here = problem.device.type == impl
             if not here:
@@ -71,7 +76,7 @@ def traffic(problem: Problem, run: Run, impl: str, target: str) -> list[Kernel]:
             stack.enter_context(_native(problem, impl, seen.kernels, here))
             if other := _otherwise(problem, impl):
                 stack.enter_context(_serving_any_device(problem, other, target))
-                stack.enter_context(triton_kernels.recorded(target, seen.kernels.append, used(problem)))
+                stack.enter_context(triton_kernels.recorded(target, charge))
         elif impl != "reference":
             raise Unsupported(f"impl {impl!r} does not report its memory traffic")
         state = before()
@@ -89,6 +94,14 @@ def _in_place(problem: Problem, kernel: Kernel) -> Kernel:
         return kernel
     read, written = problem.untouched()
     return replace(kernel, read=kernel.read - read, written=kernel.written - written)
+
+
+def _product_of(launch: triton_kernels.Launch) -> Product | None:
+    """The product of a launch in Triton or Gluon: of x and all weights that its parameters name."""
+    tensors = {name: triton_kernels.tensor_of(value) for name, value in launch.arguments.items()}
+    x = tensors.get("x_map", tensors.get("x_ptr"))
+    weights = [w for name, w in tensors.items() if w is not None and re.fullmatch(r"(w_)?(value|gate)_(map|ptr)", name)]
+    return product(x, *weights) if x is not None and weights else None
 
 
 def used(problem: Problem) -> Mapping[int, int]:
@@ -329,6 +342,7 @@ def _native(problem: Problem, impl: str, kernels: list[Kernel], here: bool) -> I
     most = used(problem)
 
     def record(*args: Any, **kwargs: Any) -> Any:
+        multiplied: Product | None = None
         if problem.op == "rope":
             xs, ys, rotation = args
             read, written = [*xs, *(x for x in rotation if isinstance(x, Tensor))], list(ys)
@@ -342,6 +356,8 @@ def _native(problem: Problem, impl: str, kernels: list[Kernel], here: bool) -> I
             given = inspect.signature(launch).bind(*args, **kwargs).arguments
             read = [given["x"], given.get("value"), given.get("gate"), *given.get("bias", ()), *given.get("inputs", ())]
             written = [given.get("y"), *given.get("outputs", ()), given.get("dbias")]
+            if weights := [w for w in read[1:3] if w is not None]:
+                multiplied = product(read[0], *weights)
         else:
             read = [args[0], args[1], kwargs.get("dy")]
             written = [kwargs.get(key) for key in ("y", "du", "dg", "sums")]
@@ -351,6 +367,7 @@ def _native(problem: Problem, impl: str, kernels: list[Kernel], here: bool) -> I
                 read=_bytes(read, most),
                 written=_bytes(written, most),
                 note=", ".join(aten.brief(x) for x in read if x is not None),
+                product=multiplied,
             )
         )
         return launch(*args, **kwargs) if here else None

@@ -122,11 +122,9 @@ def driver_for(target: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recorded(
-    target: str, charge: Callable[[ledger.Kernel], None] | None = None, used: Mapping[int, int] | None = None
-) -> Iterator[list[Launch]]:
-    """Compile every launch for `target` without running it; the list grows with each launch. Outputs stay unwritten.
-    `charge` receives what each launch reads and writes, see `kernel`."""
+def recorded(target: str, charge: Callable[[Launch], None] = lambda _: None) -> Iterator[list[Launch]]:
+    """Compile every launch for `target` without running it; the list grows with each launch, which `charge` receives, too.
+    Outputs stay unwritten."""
     from triton.runtime.jit import JITFunction
 
     launches: list[Launch] = []
@@ -139,8 +137,7 @@ def recorded(
         arguments = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
         programs = grid(arguments) if callable(grid) else grid
         launches.append(Launch(compiled.metadata.name, arguments, tuple(programs), compiled))
-        if charge is not None:
-            charge(kernel(launches[-1], used))
+        charge(launches[-1])
         return _Inert()
 
     with driver_for(target), mock.patch.object(JITFunction, "run", record), warnings.catch_warnings():
@@ -226,7 +223,7 @@ def accesses(text: str) -> dict[str, tuple[bool, bool]]:
     return {name: (name in read, name in written) for name in names}
 
 
-def _tensor(argument: Any) -> Tensor | None:
+def tensor_of(argument: Any) -> Tensor | None:
     """The tensor behind an argument: itself, or the base of a descriptor."""
     base = getattr(argument, "base", argument)
     return base if isinstance(base, Tensor) else None
@@ -238,7 +235,7 @@ def kernel(launch: Launch, used: Mapping[int, int] | None = None) -> ledger.Kern
     read = written = 0
     for name, (reads, writes) in accesses(asm.get("ttir") or asm["ttgir"]).items():
         argument = launch.arguments.get(name)
-        tensor = None if argument is None else _tensor(argument)
+        tensor = None if argument is None else tensor_of(argument)
         if tensor is not None:
             size = min(ledger.extent(tensor), (used or {}).get(tensor.data_ptr(), 2**63))
             read += size * reads

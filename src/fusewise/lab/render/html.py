@@ -33,6 +33,7 @@ from . import (
     groups,
     host,
     idleness,
+    ledgers,
     measured,
     number,
     percent,
@@ -156,6 +157,7 @@ def _group(judged: Verdict, rows: Sequence[Row], record: Record, anchors: Mappin
     key = judged.key
     mine = [c for c in record.comparisons if (c["op"], c["case"], c["dtype"], c["pass"]) == key]
     entries = [e for e in record.ledgers if (e["op"], e["case"], e["dtype"], e["pass"]) == key]
+    cache = record.environment["cache_bytes"]
     return {
         "anchor": f"case-{anchors[rows[0].id]}",
         "name": " · ".join(key[1:]),
@@ -170,6 +172,7 @@ def _group(judged: Verdict, rows: Sequence[Row], record: Record, anchors: Mappin
         "comparisons": [c for c in mine if not c["provider"].endswith(TWIN)],
         "ledger": charts.ledger(entries, rows[0].bytes_min) if entries else None,
         "entries": entries,
+        "again": [f"{e['provider']}: {said}" for e in entries if (said := ledgers.again(Ledger.from_json(e), cache))],
         "sums": [(_sum(Ledger.from_json(e)), anchors.get("/".join((*key, e["provider"])))) for e in entries],
     }
 

@@ -23,12 +23,20 @@ def _sizes(read: int, written: int) -> tuple[str, str, str]:
     return size(read), size(written), size(read + written)
 
 
-def text(found: Ledger) -> str:
-    """A ledger for a terminal."""
+def again(found: Ledger, cache_bytes: int | None) -> str:
+    """What its matrix products read again, in words; empty if that is nothing or the cache is unknown."""
+    more = found.again(cache_bytes) if cache_bytes else 0
+    return (
+        f"matrix products read about {size(more)} again through half of a cache of {size(cache_bytes)}" if more else ""
+    )
+
+
+def text(found: Ledger, cache_bytes: int | None = None) -> str:
+    """A ledger for a terminal, with what is read again through a cache."""
     lines = [HEADER, *table(found)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
     shown = [
         "  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])
         for line in lines
     ]
-    return "\n".join(printable(line.rstrip()) for line in shown)
+    return "\n".join(printable(line.rstrip()) for line in [*shown, again(found, cache_bytes)] if line)
