@@ -151,6 +151,7 @@ def test_arguments_become_specs_of_their_kind_and_range():
     assert spec_of(3) == 3
     assert spec_of(torch.zeros(2, 3).t()) == TensorSpec("fp32", (3, 2), (1, 3), fill="full", values=(0.0,))
     assert spec_of(torch.tensor([2, 9])) == TensorSpec("i64", (2,), fill="randint", values=(2, 10))
+    assert [spec_of(torch.tensor(x)).values for x in ([True, True], [False, False], [True, False])] == [(1,), (0,), ()]
     assert spec_of(torch.rand(100)).fill == "uniform"
     assert parse(written("", spec_of(torch.tensor([0, 1234567]))))[1].values == (0, 1234568)  # to the last digit
     largest = spec_of(torch.full((3,), torch.iinfo(torch.int64).max))  # as near as a double comes

@@ -271,7 +271,7 @@ def spec_of(value: Any, fixed_unless_wanted: bool = False) -> Spec:
     strides = () if value.is_contiguous() else tuple(value.stride())
     fixed = fixed_unless_wanted and differentiable(value) and not value.requires_grad
     spec = TensorSpec(names[value.dtype], tuple(value.shape), strides, fixed=fixed)
-    if value.numel() == 0 or value.dtype == torch.bool:
+    if value.numel() == 0 or (value.dtype == torch.bool and value.any() and not value.all()):
         return spec
     value = parts(value.detach())
     wide = value.double()
