@@ -400,10 +400,26 @@ def test_what_torchscript_takes_for_a_tensor_is_traced(name, texts):
     assert truth.check(p, TorchScript().build(p)).reason == ""
 
 
-@pytest.mark.parametrize("name", ["quantised", "through_numpy"])
-def test_a_trace_with_values_of_its_inputs_is_no_provider(name):
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("quantised", ["x=fp32[8,16]"]),
+        ("through_numpy", ["x=fp32[8,16]"]),
+        ("by_sign", ["x=fp32[8,16]"]),  # a branch
+        ("by_sign", ["x=fp32[8,16] uniform(0,1)"]),
+        ("kept_of_rows", ["x=fp32[8,16]", "i64[1] full(7)"]),  # a length
+        ("kept_of_rows", ["x=fp32[8,16]", "i64[4] randint(2,8)"]),
+    ],
+)
+def test_a_trace_with_values_of_its_inputs_is_no_provider(name, texts):
     with pytest.raises(plugin.Unsupported, match="a trace keeps values of the inputs as constants"):
-        TorchScript().build(problem(name, "x=fp32[8,16]"))
+        TorchScript().build(problem(name, *texts))
+
+
+def test_a_trace_of_a_mask_is_a_provider():
+    """Bools that are looked up stay bools where a trace is tried on other values."""
+    p = problem("above_or_masked", "x=fp32[8,16]", "bool[8,16]")
+    assert truth.check(p, TorchScript().build(p)).reason == ""
 
 
 def test_what_is_returned_beside_tensors_is_nothing_to_export():

@@ -263,6 +263,21 @@ def plus_one(x):
     return x * 2
 
 
+@adding_one
+def by_sign(x):
+    return x * 2 if x.sum() > 0 else x - 1
+
+
+@adding_one
+def kept_of_rows(x, count):
+    return x[: int(count.max())]
+
+
+@adding_one
+def above_or_masked(x, mask):
+    return torch.where(mask | (x > 0), x, 0.0)
+
+
 class PlusOne(nn.Module):
     @adding_one
     def forward(self, x):

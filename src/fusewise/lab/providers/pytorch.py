@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from ..code.stage import Stage
 from ..ledger import Kernel
 from ..plugin import Provider, Run, Unsupported
-from ..problem import Exportable, Problem, Program
+from ..problem import Exportable, Problem, Program, differentiable
 from ..reason import message
 
 
@@ -144,14 +144,24 @@ def traced(problem: Problem, program: Program, cause: Exception) -> Any:
 
 def _follows(compiled: Any, function: Any, example: Sequence[Tensor]) -> bool:
     """Whether a trace also matches its function on other values: in reverse order, and much smaller so that baked-in
-    values show. True if the function itself rejects them."""
+    values show; then with the other sign, which turns comparisons round, so that baked-in branches show, and zero for
+    integers, which is an index and a length, too."""
     reverse = [x.detach().flatten().flip(0).view(x.shape) for x in example]
-    other = [x / 64 if x.is_floating_point() or x.is_complex() else x for x in reverse]
+    smaller = [x / 64 if differentiable(x) else x for x in reverse]
+    turned = [-x.detach() if differentiable(x) else torch.zeros_like(x) for x in example]
+    return all(_agree(compiled, function, other) for other in (smaller, turned))
+
+
+def _agree(compiled: Any, function: Any, tensors: Sequence[Tensor]) -> bool:
+    """Whether a trace matches its function on these values. True if the function itself rejects them."""
     try:
-        wanted = function(*map(torch.clone, other))
+        wanted = function(*map(torch.clone, tensors))
     except Exception:
         return True
-    results = (compiled(*other), wanted)
+    try:
+        results = (compiled(*tensors), wanted)
+    except Exception:  # sizes that it keeps do not fit those of these values
+        return False
     found, right = ([x.detach() for x in pytree.tree_leaves(r) if isinstance(x, Tensor)] for r in results)
     return len(found) == len(right) and all(map(_near, found, right))
 
