@@ -13,7 +13,7 @@ from user_problems import RMS, eager, problem
 from fusewise._shared.gpu import tf32_allowed
 from fusewise.lab import plan, targets, truth
 from fusewise.lab import problem as module_of_problems
-from fusewise.lab.plugin import Vjp
+from fusewise.lab.plugin import Unsupported, Vjp
 from fusewise.lab.problem import Task
 from fusewise.lab.providers import xla
 from fusewise.lab.targets.user import User
@@ -136,6 +136,14 @@ def test_jax_gets_64_bits_as_32(jax: Any, dtype: torch.dtype, narrow: str) -> No
     from fusewise.lab.providers.xla import _array
 
     assert str(_array(jax, torch.ones(3, dtype=dtype)).dtype) == narrow
+
+
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1])
+def test_jax_is_not_given_integers_that_it_would_change(jax: Any, value: int) -> None:
+    p = problem("several", *SEVERAL)
+    p.tensors[2][0] = value
+    with pytest.raises(Unsupported, match="its integers have 32 bits"):
+        xla.Jax().build(p)
 
 
 class Wide(torch.autograd.Function):

@@ -50,6 +50,8 @@ class Jax(Provider):
             leaves = problem.leaves(True)
             example = program.enter(*leaves)
         tensors = [i for i, a in enumerate(example) if isinstance(a, Tensor)]
+        if any(bool((example[i] != example[i].int()).any()) for i in tensors if example[i].dtype == torch.int64):
+            raise Unsupported("its integers have 32 bits unless it is told otherwise, and some of an input need more")
         moving = [i for i, a in enumerate(example) if isinstance(a, Tensor) and a.requires_grad]
         own = problem.jax()
         arithmetic = TANH if problem.op == "gelu" and problem.device.type == "cpu" else ""
