@@ -140,7 +140,7 @@ def test_the_whole_is_looked_into_once_every_rank_has_measured(whole, monkeypatc
         assert not code and not looked
         return of_tasks(made, options.tasks), None
 
-    def look(options, found, _):
+    def look(options, found, *_):
         looked.append((options, [row.key for row in found.rows]))
         found.profiles = [profile]
         return 2.0, {"code": 2.0}
