@@ -1,10 +1,12 @@
 """Communication between ranks, over a dictionary as the store; real processes are in test_survival.py."""
 
 import dataclasses
+import datetime
 import json
 import random
 import socket
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -117,13 +119,13 @@ def test_a_rank_without_a_record_makes_an_unfinished_one_and_none_an_error(whole
     store = Store()
     members = [ranks.Rank(number, 2, store) for number in (0, 1)]
     members[1].give(None)
-    members[0].give(of_tasks(made, asked.tasks[::2]))
+    members[0].give(dataclasses.replace(of_tasks(made, asked.tasks[::2]), seconds=0.5))
     found = members[0].gather(asked)
     assert not found.finished
     assert {row.pass_ for row in found.rows} == {"fwd"}
-    members[1].give(dataclasses.replace(of_tasks(made, asked.tasks[1::2]), finished=False))
+    members[1].give(dataclasses.replace(of_tasks(made, asked.tasks[1::2]), finished=False, seconds=None))
     found = members[0].gather(asked)
-    assert (found.rows, found.finished) == (made.rows, False)
+    assert (found.rows, found.finished, found.seconds) == (made.rows, False, 0.5)
     for member in members:
         member.give(None)
     with pytest.raises(RuntimeError, match="no rank has a record"):
@@ -158,14 +160,17 @@ def test_the_whole_is_looked_into_once_every_rank_has_measured(whole, monkeypatc
     assert profile["provider"] in (asked.out / "report.md").read_text().partition("Profile of cube-2 ")[2]
 
 
-def test_a_large_record_passes_a_real_store(whole):
+def test_a_large_record_passes_a_real_store_and_is_waited_for(whole):
     made, asked = whole
-    store = TCPStore("127.0.0.1", 0, is_master=True)
-    rank = ranks.Rank(0, 1, store)
-    noise = random.Random(0).randbytes(10 << 20).hex()  # still 10 MiB when compressed
-    rank.give(dataclasses.replace(made, environment={**made.environment, "noise": noise}))
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=datetime.timedelta(milliseconds=50))
+    sender = ranks.Rank(0, 1, TCPStore("127.0.0.1", store.port, is_master=False))
+    noise = random.Random(0).randbytes(10 << 20).hex()  # still 10 MiB when compressed, which takes longer than the timeout
+    sent = dataclasses.replace(made, environment={**made.environment, "noise": noise})
+    with ThreadPoolExecutor() as pool:
+        sending = pool.submit(sender.give, sent)
+        assert ranks.Rank(0, 1, store).gather(asked).environment["noise"] == noise
+        sending.result()
     assert int(store.get("record/0")) == 3
-    assert rank.gather(asked).environment["noise"] == noise
 
 
 def test_a_single_process_is_no_rank(monkeypatch):

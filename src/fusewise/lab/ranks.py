@@ -58,7 +58,6 @@ class Rank:
     def _check_alone_on(self, gpu: str) -> None:
         """Reject two ranks on one GPU: each would time the other's work, too."""
         self.store.set(f"gpu/{self.number}", gpu)
-        self.store.wait([f"gpu/{number}" for number in range(self.size)], STARTING)
         sharing = [self.store.get(f"gpu/{number}").decode() for number in range(self.size)].count(gpu)
         if sharing > 1:
             raise ValueError(
