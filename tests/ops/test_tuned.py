@@ -188,6 +188,8 @@ def test_a_file_of_another_format_is_not_read(source: Path) -> None:
 
 def test_a_file_that_is_too_large_is_named_with_the_one_fix(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tuned(source).keep(-1, KEY, Tile(128), FOUND)
+    monkeypatch.setattr(files, "MAX_BYTES", path.stat().st_size)
+    assert files.read(path)
     monkeypatch.setattr(files, "MAX_BYTES", 10)
     with pytest.raises(files.Refused) as refused:
         files.read(path)
@@ -207,10 +209,15 @@ def test_what_others_could_have_written_is_refused(part: str, mode: int, source:
     cache.chmod(0o700)
 
 
-def test_files_of_another_user_are_refused(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuned(source).keep(-1, KEY, Tile(128), FOUND)
-    user = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+@pytest.mark.parametrize(
+    "part", ["all", pytest.param("file", marks=pytest.mark.skipif(os.getuid() != 0, reason="root gives files away"))]
+)
+def test_files_of_another_user_are_refused(part: str, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, user = tuned(source).keep(-1, KEY, Tile(128), FOUND), os.getuid()
+    if part == "all":
+        monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    else:
+        os.chown(path, user := 12345, -1)
     later = tuned(source)
     assert later.find(-1, KEY) is None and f"belongs to user {user}" in later.problems[-1]
     with pytest.raises(files.Refused, match="belongs to user"):
@@ -256,7 +263,8 @@ def test_a_full_disk_costs_nothing_that_was_kept(source: Path, cache: Path, monk
     tuned(source).keep(-1, KEY, Tile(128), FOUND)
     before = sorted(cache.iterdir())
 
-    def full(_: int) -> None:
+    def full(descriptor: int) -> None:
+        assert os.fstat(descriptor).st_size, "what is written reaches the disk before the file has its name"
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
