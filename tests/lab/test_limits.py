@@ -10,7 +10,8 @@ from click.testing import CliRunner
 
 import fusewise
 from fusewise.cli import cli
-from fusewise.lab import analysis, commands, limits, plan, schema
+from fusewise.lab import analysis, commands, limits, machine, plan, schema
+from fusewise.lab.timing import Turn
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +32,24 @@ def test_only_tf32_products_are_measured_in_tf32(monkeypatch):
     assert precisions == [usual, "high", usual]
 
 
+def test_rates_of_memory_count_what_is_read_and_what_is_written(monkeypatch):
+    monkeypatch.setitem(limits.VECTOR_BYTES, "cpu", 2**20)
+    monkeypatch.setattr(limits, "_microseconds", lambda *_: 10.0)
+    copy, triad = limits._vectors(None, torch.device("cpu"), torch.Generator())
+    assert (copy, triad) == pytest.approx((2 * 2**20 / 10e-6 / 1e9, 3 * 2**20 / 10e-6 / 1e9))
+
+
+@pytest.mark.parametrize(("seconds", "samples"), [((0.6, 0.7, 0.6), 1), ((0.9, 0.9, 0.1), limits.SAMPLES)])
+def test_a_slow_call_is_sampled_once(seconds, samples):
+    """The first calls of a fast one may be slow."""
+
+    class Timer:
+        once = staticmethod(lambda _, left=iter(seconds): next(left))
+        turn = staticmethod(lambda _, samples, calls: Turn([samples, samples, 99.0, 0.0, samples]))
+
+    assert limits._microseconds(Timer, None) == samples
+
+
 def test_measured_limits_are_sane_and_kept(monkeypatch):
     monkeypatch.setitem(limits.VECTOR_BYTES, "cpu", 2**22)
     monkeypatch.setitem(limits.MATMUL_SIZE, "cpu", 64)
@@ -43,6 +62,7 @@ def test_measured_limits_are_sane_and_kept(monkeypatch):
     assert 0 < found["launch_us"] < 1e4
     assert set(found["matmul_tflop_s"]) == {"fp32", "bf16", "fp16"}
     assert all(0 < rate < 1e3 for rate in found["matmul_tflop_s"].values())
+    assert set(found["clocks"] or {}) == ({"waiting_threads"} if machine.waited_s() is not None else set())
     assert limits.kept("cpu") == found
     file = limits.path("cpu")
     assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)

@@ -54,7 +54,15 @@ def read(function: Callable[[Tensor], Any], x: Tensor) -> int | None:
         (lambda x: x.trace(), (4, 4), 4),
         (lambda x: x.tril(-1) + x.triu(2), (4, 4), 6 + 3),
         (lambda x: torch.linalg.cholesky_ex(x), (2, 4, 4), 20),
-        (lambda x: torch.linalg.eigvalsh(x), (4, 4), 10),
+        (lambda x: (x.tril(), torch.linalg.cholesky_ex(x)), (4, 4), 10),  # of one triangle
+        (lambda x: (x.triu(), torch.linalg.cholesky_ex(x, upper=True)), (4, 4), 10),
+        (lambda x: (x.tril(), torch.cholesky_solve(torch.ones(4, 1), x)), (4, 4), 10),
+        (lambda x: (x.triu(), torch.cholesky_solve(torch.ones(4, 1), x, upper=True)), (4, 4), 10),
+        (lambda x: (x.triu(), torch.cholesky_inverse(x, upper=True)), (4, 4), 10),
+        (lambda x: (x.tril(), torch.cholesky_inverse(x)), (4, 4), 10),
+        (lambda x: (x.triu(), torch.linalg.solve_triangular(x, torch.ones(4, 1), upper=True)), (4, 4), 10),
+        (lambda x: (x.tril(), torch.linalg.eigvalsh(x)), (4, 4), 10),
+        (lambda x: (x.triu(), torch.linalg.eigvalsh(x, UPLO="u")), (4, 4), 10),
         (lambda x: torch.bucketize(torch.ones(3), x), (1000,), 0),
         (lambda x: functional.conv2d(x, torch.ones(4, 3, 1, 1), stride=2), (2, 3, 8, 8), 6 * 16),
         (lambda x: functional.conv2d(x, torch.ones(4, 3, 3, 3), padding=1), (2, 3, 8, 8), 6 * 64),
@@ -68,6 +76,13 @@ def read(function: Callable[[Tensor], Any], x: Tensor) -> int | None:
         (lambda x: functional.interpolate(x, scale_factor=2), (1, 2, 4, 4), 32),
         (lambda x: functional.interpolate(x, size=2), (1, 2, 4, 4), 8),
         (lambda x: torch.zeros(4, 8).index_add_(0, torch.arange(4), x[:4]), ROWS, 32),
+        # arguments beside the one that is read in parts
+        (lambda x: torch.bucketize(x, torch.ones(3)), (1000,), 1000),
+        (lambda x: functional.conv2d(torch.ones(2, 3, 9, 9), x, stride=2, dilation=2), (4, 3, 3, 3), 108),
+        # what is written alone
+        (lambda x: x.copy_(torch.ones(ROWS)), ROWS, None),
+        (lambda x: torch.empty(ROWS).copy_(x), ROWS, 8000),
+        (lambda x: x.index_copy_(0, INDEX[:2], torch.ones(2, 8)), ROWS, None),
     ],
 )  # fmt: skip
 def test_read(function: Callable[[Tensor], Any], shape: tuple[int, ...], elements: int | None) -> None:

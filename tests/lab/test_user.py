@@ -126,17 +126,17 @@ def test_modules_have_the_same_parameters_in_every_process():
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
-    ("name", "texts", "flops"),
+    ("name", "texts", "flops", "elements"),
     [
-        ("of_scores", ["fp32[1,2,128,16]"] * 3, 2 * (2 * 2 * 128 * 128 * 16)),  # dense, regardless of the mask
-        ("either", ["fp32[8,16]"], 0),
-        ("either_product", ["fp32[8,8]"], 2 * 8**3),
-        (f"{COMPILED}:compiled_inside", ["fp32[3,6]", "fp32[6,4]"], 2 * 3 * 6 * 4),
+        ("of_scores", ["fp32[1,2,128,16]"] * 3, 2 * (2 * 2 * 128 * 128 * 16), 4 * 2 * 128 * 16),  # dense, regardless of the mask
+        ("either", ["fp32[8,16]"], 0, 2 * 8 * 16),
+        ("either_product", ["fp32[8,8]"], 2 * 8**3, 2 * 8 * 8),
+        (f"{COMPILED}:compiled_inside", ["fp32[3,6]", "fp32[6,4]"], 2 * 3 * 6 * 4, 3 * 6 + 6 * 4 + 3 * 4 // 2),  # to bfloat16
     ],
-)
-def test_functions_that_hold_functions_or_compile_by_themselves(name, texts, flops):
+)  # fmt: skip
+def test_functions_that_hold_functions_or_compile_by_themselves(name, texts, flops, elements):
     p = problem(name, *texts)
-    assert p.flops_min() == flops
+    assert (p.flops_min(), p.bytes_min()) == (flops, 4 * elements)
     for _ in range(2):
         assert truth.check(p, eager(p)).reason == ""
     wide = p.truth(p.leaves(False, wide=True))[0]

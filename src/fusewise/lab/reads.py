@@ -62,7 +62,7 @@ class Reads:
     def _whole(self, x: Tensor) -> None:
         of, size = storage(x), extent(x)
         self.largest[of] = max(self.largest.get(of, 0), size)
-        if size < x.untyped_storage().nbytes() and (mask := self._mask(x)) is not None:
+        if (mask := self._mask(x)) is not None:
             sizes = [n if stride else min(n, 1) for n, stride in zip(x.shape, x.stride(), strict=True)]
             mask.as_strided(sizes, x.stride(), x.storage_offset()).fill_(True)
 

@@ -30,11 +30,10 @@ def _predicted(measurement: Measurement) -> bool:
 
 def _line(measurement: Measurement) -> list[str]:
     found = measurement.prepared
-    ratio = found.get("saved_ratio")
     pairs = []
     for name in ("peak", "held"):
         predicted, measured = found.get(f"predicted_{name}_bytes"), found.get(f"{name}_bytes")
         share = f" ({number(measured / predicted)} ×)" if predicted and measured is not None else ""
         pairs += [size(predicted), f"{size(measured)}{share}"]
     words = [measurement.case, measurement.dtype, measurement.pass_, measurement.provider]
-    return [*words, "–" if ratio is None else number(ratio), *pairs]
+    return [*words, number(found.get("saved_ratio")), *pairs]
