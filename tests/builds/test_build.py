@@ -27,11 +27,13 @@ pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ comp
 
 
 def test_built_once_and_kept_privately(cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    umask = os.umask(0)
+    build.cxx(), build._cpu_features()
+    umask, opened = os.umask(0), set(os.listdir("/proc/self/fd"))
     try:
         assert make(source) == 42
     finally:
         os.umask(umask)
+    assert set(os.listdir("/proc/self/fd")) <= opened
     (entry,) = entries(cache)
     for path in (cache.parent, cache, entry, *entry.iterdir()):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
@@ -44,6 +46,7 @@ def test_whatever_it_depends_on_makes_another_entry(cache: Path, source: Path, m
     make(source)
     make(source, (*FLAGS, "-DX"))
     make(source, (*FLAGS, "-march=native"))
+    assert {"flags", "Features"} & {line.partition(":")[0].strip() for line in build._cpu_features().splitlines()}
     monkeypatch.setattr(build, "_cpu_features", lambda: "another CPU")
     make(source, (*FLAGS, "-march=native"))
     make(source)  # portable code, so the existing entry serves this CPU too
@@ -52,6 +55,12 @@ def test_whatever_it_depends_on_makes_another_entry(cache: Path, source: Path, m
     source.write_text(SOURCE % 43)
     assert make(source) == 43
     assert len(entries(cache)) == 6
+
+
+def test_native_code_is_for_this_cpu() -> None:
+    shown = [*build.cxx().needed(), *build.NATIVE_FLAGS, "-dM", "-E", "-x", "c++", os.devnull]
+    defined = subprocess.run(shown, capture_output=True, text=True, check=True).stdout
+    assert ("__AVX2__" in defined) == ("avx2" in build._cpu_features().split())
 
 
 @pytest.mark.parametrize("variable", ["CPATH", "NVCC_APPEND_FLAGS"])

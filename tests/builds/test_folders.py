@@ -208,15 +208,18 @@ def test_folders_that_are_made_are_the_users_alone_whatever_the_umask(
     assert {(tmp_path / name).stat().st_mode & 0o777 for name in ("a", "a/b", "a/b/c", "a/b/c/native")} == {0o700}
 
 
-def test_a_folder_that_cannot_be_written_to_serves(cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("module", "name"), [(tempfile, "mkstemp"), (os, "replace")])
+def test_a_folder_that_cannot_be_written_to_serves(
+    module: Any, name: str, cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make(source)
     forget()
     (named,) = cache.glob("answer-*.last")
     named.unlink()
 
-    def refused(**_: Any) -> None:
+    def refused(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(tempfile, "mkstemp", refused)
+    monkeypatch.setattr(module, name, refused)
     assert make(source) == 42
-    assert not list(cache.glob("answer-*.last"))
+    assert not list(cache.glob("answer-*.last*"))

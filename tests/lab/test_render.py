@@ -1,5 +1,6 @@
 import dataclasses
 import io
+import math
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,17 @@ from fusewise.lab import analysis, commands, compare, verdict
 from fusewise.lab.api import Result
 from fusewise.lab.problem import Task
 from fusewise.lab.render import (
+    calls,
     charts,
     gigabytes_per_second,
     html,
+    idleness,
     markdown,
     measured,
     number,
     percent,
     plots,
+    shortened,
     size,
     terminal,
 )
@@ -70,6 +74,19 @@ def test_report_of_an_interrupted_run_and_a_busy_machine_says_so():
     for report in (markdown.report(record), html.report(record)):
         assert "cut short" in report and "It was resumed 2 times." in report
         assert "not idle when the study began (load 3.0 on 2 cores)" in report
+
+
+@pytest.mark.parametrize(
+    ("waited", "load", "cores", "said"),
+    [(2, 0.9, 2, ""), (3, None, None, "in 3 of 5 rows"), (0, 1.0, 2, "load 1.0 on 2 cores"), (0, None, 2, ""), (0, 9.0, None, "")],
+)  # fmt: skip
+def test_a_machine_is_busy_if_most_rows_waited_or_half_of_its_cores_had_work(waited, load, cores, said):
+    made = study_record(
+        [row(f"p{n}", device_us=1.0, clocks={"waiting_threads": 0.5 if n < waited else 0.0}) for n in range(5)]
+    )
+    made.environment |= {"load_average": load, "cores": cores}
+    found = idleness(made)
+    assert said in found[0] if said else not found
 
 
 def test_everything_that_shows_times_says_where_most_threads_waited(capsys):
@@ -342,7 +359,7 @@ def test_live_progress_off_a_terminal_writes_plain_lines(capsys):
 @pytest.mark.parametrize(
     ("value", "text"),
     [(None, "–"), (0, "0"), (0.0123, "0.0123"), (0.123, "0.123"), (1.5, "1.50"), (12.34, "12.3"), (1234.5, "1,234"),
-     (1e7, "10,000,000"), (1e10, "1.00e+10"), (1e-7, "1.00e-07")],
+     (1e7, "10,000,000"), (1e9, "1.00e+09"), (1e10, "1.00e+10"), (1e-3, "0.00100"), (1e-7, "1.00e-07")],
 )  # fmt: skip
 def test_numbers(value, text):
     assert number(value) == text
@@ -351,12 +368,18 @@ def test_numbers(value, text):
 def test_units():
     assert size(None) == "–"
     assert size(512) == "512 B"
+    assert (size(1023), size(1024), size(1025)) == ("1,023 B", "1.00 KiB", "1.00 KiB")
     assert size(3 * 2**20) == "3.00 MiB"
     assert size(5 * 2**40) == "5,120 GiB"
     assert percent(0.975) == "97.5 %"
     assert percent(15.5) == "1,550 %"
     assert gigabytes_per_second(row("eager", device_us=1000.0, bytes_min=2_000_000)) == 2.0
     assert gigabytes_per_second(row("floor-launch", device_us=1.0)) is None
+    assert gigabytes_per_second(row("eager", device_us=1.0, bytes_min=None)) is None
+    assert [calls(n) for n in (None, math.inf, 0.0, 1234.5, 999_999, 1e6, 1e9)] == [
+        "–", "never", "0", "1,234", "999,999", "1,000,000", "1.00e+09",
+    ]  # fmt: skip
+    assert [shortened("abcdef", most) for most in (3, 4, 5, 6)] == ["a…f", "a…ef", "ab…ef", "abcdef"]
 
 
 def test_what_is_no_utf8_is_drawn_and_written(tmp_path):
