@@ -9,7 +9,7 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
-from builders import HOSTILE, full_record, measurement, row, study_record
+from builders import HOSTILE, LIMITS, full_record, measurement, row, study_record
 
 from fusewise.lab import record
 from fusewise.lab.ledger import Kernel, Ledger
@@ -182,6 +182,73 @@ def test_memory_is_drawn_over_the_prediction_or_else_the_minimum(prepared, axis,
     )
     drawn = str(charts.memory(made, charts.look(["eager"]), {made.rows[0].id: "row-0"}))
     assert f">{axis} (log scale)<" in drawn and f"peak 3.00 KiB, {label}<" in drawn
+
+
+def chart(name, rows, *rest):
+    """A chart's marks, by provider or case, and what else is passed to draw it."""
+    looks = charts.look(list(dict.fromkeys(r.provider for r in rows)))
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in ("dots", "scatter"):
+            patch.setattr(svg, kind, lambda title, *found, **named: (*found[:-1], named))
+        return getattr(charts, name)(rows, "", looks, {r.id: r.id for r in rows}, *rest)
+
+
+FLOORS = [
+    row(f"floor-{kind}", case=case, device_us=us, flops_min=flops)
+    for kind, flops in (("copy", 1), ("matmul", 2_000_000_000))
+    for case, us in (("a", 10.0 if kind == "copy" else 1000.0), ("b", 2000.0))
+]
+
+
+@pytest.mark.parametrize(
+    ("floors", "limits", "lines", "low", "high"),
+    [
+        (FLOORS, LIMITS, [(0.125, 1e11, 2.5, 2e12, "copy 800 GB/s"), (2.5, 2e12, 200, 2e12, "matmul 2.00 TFLOP/s")], 1e11, 2e12),
+        ([], LIMITS, [(0.125, 1.25e11, 1, 1e12, "copy 1,000 GB/s"), (1, 1e12, 200, 1e12, "matmul 1.00 TFLOP/s")], 1.25e11, 1e12),
+        (FLOORS[:2], None, [(0.125, 1e11, 200, 1.6e14, "copy 800 GB/s")], 1e11, 1.6e14),
+        (FLOORS[2:], None, [(0.125, 2e12, 200, 2e12, "matmul 2.00 TFLOP/s")], 2e11, 2e12),
+        ([], None, [], 2e11, 1e12),
+    ],
+)  # fmt: skip
+def test_a_roofline_is_of_the_fastest_floors_or_else_of_the_limits(floors, limits, lines, low, high):
+    rows = [
+        row("eager", case="a", device_us=20.0, flops_min=4_000_000),
+        row("eager", case="b", device_us=400.0, flops_min=400_000_000),
+    ]
+    x, y, series, found = chart("roofline", [*rows, *floors], limits)
+    assert {name: [(m.x, m.y, m.anchor) for m in marks] for name, marks in series.items()} == {
+        "eager": [(0.5, 2e11, rows[0].id), (50.0, 1e12, rows[1].id)]
+    }
+    assert [m.label.partition(": ")[2] for m in series["eager"]] == ["200 GFLOP/s", "1,000 GFLOP/s"]
+    assert [(line.x0, line.y0, line.x1, line.y1, line.label) for line in found["lines"]] == [
+        (*map(pytest.approx, ends), label) for *ends, label in lines
+    ]
+    assert (x.low, x.high, y.low, y.high) == pytest.approx((0.125, 200, low / 1.25, high * 1.25))
+
+
+def test_times_shares_and_rates_are_those_of_their_rows():
+    rows = [
+        row(name, case=case, bytes_min=size, device_us=us, device_us_iqr=0.5, share_of_limit=10.0 / us)
+        for case, size in (("a-1", 8_000_000), ("b-2", 16_000_000))
+        for name, us in (("floor-copy", 10.0), ("eager", 40.0))
+    ]
+    axis, lines, _ = chart("times", rows)
+    assert {case: {name: m.x for name, m in marks.items()} for case, marks in lines.items()} == {
+        case: {"floor-copy": 10.0, "eager": 40.0} for case in ("a-1", "b-2")
+    }
+    assert (axis.low, axis.high, lines["a-1"]["eager"].anchor) == (8.0, 50.0, rows[1].id)
+    assert lines["a-1"]["eager"].label == "eager, a-1 fp32 fwd: 40.0 ± 0.500 µs"
+    axis, lines, named = chart("shares", rows)
+    assert {case: {name: m.x for name, m in marks.items()} for case, marks in lines.items()} == {
+        "a-1": {"eager": 25.0}, "b-2": {"eager": 25.0}
+    }  # fmt: skip
+    assert (axis.high, named) == (108.0, {"limit": 100.0})
+    x, y, series, named = chart("bandwidth", rows)
+    assert {name: [(m.x, m.y) for m in marks] for name, marks in series.items()} == {
+        "floor-copy": [(8e6, 800.0), (16e6, 1600.0)], "eager": [(8e6, 200.0), (16e6, 400.0)]
+    }  # fmt: skip
+    assert (x.low, x.high, y.high, named) == (6.4e6, 2e7, 1600.0 * 1.08, {"joined": False})
+    assert chart("shares", rows[:2]) is chart("bandwidth", rows[:2]) is None
 
 
 def test_48_providers_have_markers_of_their_own():
