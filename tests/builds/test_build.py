@@ -301,6 +301,8 @@ def test_without_a_compiler_rope_runs_on_the_reference_and_can_say_why(cache: Pa
     out, error = child.communicate(timeout=120)
     assert child.returncode == 0, error
     assert "no compiler found on the PATH (c++, g++, clang++); install one or set CXX" in out
+    missing = build.Compiler((), "", "no compiler")
+    assert build.why_not(("answer", [], missing, FLAGS)) == "no compiler"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the extensions are made for Linux")
@@ -373,9 +375,12 @@ assert not build.FORKED
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60, env=environment)
 
 
-def test_nvcc_is_not_given_sources_that_its_shell_would_rewrite(tmp_path: Path, cache: Path) -> None:
+def test_nvcc_is_not_given_sources_that_its_shell_would_rewrite(tmp_path: Path, source: Path, cache: Path) -> None:
+    other = source
     source = tmp_path / "a$(touch made)" / "answer.cpp"
     source.parent.mkdir()
     source.write_text(SOURCE % 42)
-    with pytest.raises(build.BuildError, match=r"nvcc's shell would not take .* as it is; install it elsewhere"):
-        build.library("answer", [source], build.Compiler(("/bin/nvcc",), "13"), FLAGS)
+    with pytest.raises(
+        build.BuildError, match=r"nvcc's shell would not take .*made\)/answer.cpp as it is; install it elsewhere"
+    ):
+        build.library("answer", [other, source], build.Compiler(("/bin/nvcc",), "13"), FLAGS)

@@ -120,6 +120,9 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], int]] = {
     "slogdet": (torch.linalg.slogdet, [(N, N)], 2 * N**3 // 3),
     "inv": (torch.linalg.inv, [(N, N)], 2 * N**3),
     "cholesky": (lambda a: torch.linalg.cholesky(mirrored(a)), [(N, N)], 2 * N**3 + N**3 // 3),
+    "cholesky-5": (lambda a: torch.linalg.cholesky(mirrored(a)), [(5, 5)], 2 * 5**3 + 5**3 // 3),
+    "cholesky-of-old": (lambda a: torch.cholesky(mirrored(a)), [(5, 5)], 2 * 5**3 + 5**3 // 3),
+    "_int_mm": (lambda a, b: torch._int_mm(a.to(torch.int8), b.to(torch.int8)), [(3, 7), (7, 5)], 2 * 3 * 7 * 5),
     "cholesky_solve": (lambda b, a: torch.cholesky_solve(b, a.tril()), [(N, 3), (N, N)], 2 * N**2 * 3),
     "cholesky_inverse": (lambda a: torch.cholesky_inverse(a.tril()), [(N, N)], 2 * N**3 // 3),
     "triangular": (

@@ -43,8 +43,10 @@ def test_rates_of_memory_count_what_is_read_and_what_is_written(monkeypatch):
 def test_a_slow_call_is_sampled_once(seconds, samples):
     """The first calls of a fast one may be slow."""
 
+    left = iter(seconds)
+
     class Timer:
-        once = staticmethod(lambda _, left=iter(seconds): next(left))
+        once = staticmethod(lambda _: next(left))
         turn = staticmethod(lambda _, samples, calls: Turn([samples, samples, 99.0, 0.0, samples]))
 
     assert limits._microseconds(Timer, None) == samples

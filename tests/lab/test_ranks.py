@@ -93,6 +93,13 @@ def test_cuda_is_the_gpu_of_the_rank_and_an_index_is_not_for_many(name, ranks_he
             plan.device(name)
 
 
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
+def test_without_a_gpu_none_is_taken_for_it(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=f"one of the 0 CUDA devices that torch sees, got '{name}'"):
+        plan.device(name)
+
+
 def test_one_record_is_gathered_in_the_order_of_the_tasks(whole):
     made, asked = whole
     store = Store()

@@ -329,9 +329,10 @@ def _build(name: str, entry: Path, sources: Sequence[Path], compiler: Compiler, 
         path = work / "library.so"
         inputs = [os.path.abspath(source) for source in sources if source.suffix not in (".h", ".hpp", ".cuh")]
         # A relative output path: nvcc passes paths to a shell, which would expand a $ in the path of the cache folder.
-        if any(set(path) & set('$`"\\') for path in inputs) and Path(compiler.command[0]).name.startswith("nvcc"):
+        rewritten = [path for path in inputs if set(path) & set('$`"\\')]
+        if rewritten and Path(compiler.command[0]).name.startswith("nvcc"):
             raise BuildError(
-                f"building {name} failed: nvcc's shell would not take {inputs[0]} as it is; install it elsewhere"
+                f"building {name} failed: nvcc's shell would not take {rewritten[0]} as it is; install it elsewhere"
             )
         command = [*compiler.command, *flags, *inputs, "-o", path.name]
         try:
