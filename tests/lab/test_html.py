@@ -173,6 +173,7 @@ def test_tick_labels_are_short(value, label):
     ("prepared", "axis", "label"),
     [
         ({}, "minimum bytes", "7.63 MiB minimum"),
+        ({"predicted_peak_bytes": 0}, "minimum bytes", "7.63 MiB minimum"),
         ({"predicted_peak_bytes": 2048}, "bytes predicted", "2.00 KiB predicted"),
     ],
 )
@@ -180,7 +181,10 @@ def test_memory_is_drawn_over_the_prediction_or_else_the_minimum(prepared, axis,
     made = study_record(
         [row("eager", device_us=1.0, peak_bytes=3072)], [measurement("eager", [[1.0]], prepared=prepared)]
     )
-    drawn = str(charts.memory(made, charts.look(["eager"]), {made.rows[0].id: "row-0"}))
+    made.rows.append(row("jax", device_us=1.0, peak_bytes=4096))  # without a prediction
+    anchors = {r.id: "row-0" for r in made.rows}
+    drawn = str(charts.memory(made, charts.look(["eager", "jax"]), anchors))
+    assert re.findall("<title>(Time|Memory)", "".join(charts.charts(made, anchors))) == ["Time", "Memory"]
     assert f">{axis} (log scale)<" in drawn and f"peak 3.00 KiB, {label}<" in drawn
 
 
@@ -248,7 +252,18 @@ def test_times_shares_and_rates_are_those_of_their_rows():
         "floor-copy": [(8e6, 800.0), (16e6, 1600.0)], "eager": [(8e6, 200.0), (16e6, 400.0)]
     }  # fmt: skip
     assert (x.low, x.high, y.high, named) == (6.4e6, 2e7, 1600.0 * 1.08, {"joined": False})
+    assert chart("bandwidth", [*rows, row("eager", case="empty", bytes_min=0, device_us=1.0)])[2] == series
     assert chart("shares", rows[:2]) is chart("bandwidth", rows[:2]) is None
+
+
+@pytest.mark.parametrize(("minimum", "most"), [(None, 700.0), (100, 700.0), (1000, 1000.0)])
+def test_a_piece_of_traffic_is_what_its_kernel_reads_and_writes(minimum, most, monkeypatch):
+    monkeypatch.setattr(svg, "stacks", lambda title, *found: found)
+    kernels = [{"name": "a", "read": 300, "written": 200}, {"name": "b", "read": None, "written": 200}]
+    axis, bars, least = charts.ledger([{"provider": "eager", "kernels": kernels}], minimum)
+    assert bars == {"eager": [("a: reads 300 B, writes 200 B", 500.0), ("b: reads 0 B, writes 200 B", 200.0)]}
+    assert (axis.low, axis.high, axis.log, least) == (0.0, most * 1.08, False, minimum)
+    assert charts.ledger([], None) is None
 
 
 def test_48_providers_have_markers_of_their_own():
@@ -283,6 +298,30 @@ def test_marks_bars_and_limits_lie_beside_the_labels_of_their_values(log):
     across, up = marked(spread)
     assert across == label(spread, "20")
     assert up == float(re.search(r'y="([\d.]+)" text-anchor="end">20<', spread)[1]) - 4
+
+
+def test_all_of_a_chart_lies_inside_of_its_frame():
+    axis = svg.Axis("x", 1.0, 1000.0)
+    marks, look = [svg.Mark(at, at, "m", "row") for at in (1.0, 1000.0)], {"p": (0, "")}
+    for drawn in (
+        svg.dots("t", axis, {f"case-{n}": {"p": marks[n % 2]} for n in range(4)}, look, limit=1000),
+        svg.stacks(
+            "t", svg.Axis("x", 0.0, 1000.0, False), {f"p{n}": [("a", 400.0), ("b", 600.0)] for n in range(4)}, 1000
+        ),
+        svg.dots("t", svg.Axis("x", 0.0, 0.00016, False), {"case": {}}, look),  # a long label at its right edge
+        svg.scatter("t", axis, axis, {"p": marks}, look, joined=True),
+    ):
+        width, height = map(float, re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawn).groups())
+        places = [(float(x), float(y)) for x, y in re.findall(r"translate\(([-\d.]+) ([-\d.]+)\)", drawn)]
+        for axis_, most in (("x", width), ("y", height)):
+            found = [float(at) for at in re.findall(rf' {axis_}[12]?="([-\d.]+)"', drawn)]
+            found += [place[axis_ == "y"] for place in places]
+            assert min(found) >= 0 and max(found) <= most
+        for x, text in re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="middle">([^<]+)<', drawn):
+            assert float(x) + svg.CHARACTER * len(text) / 2 <= width
+    assert svg.scatter("t", axis, axis, {"p": marks}, look, joined=True).count("<polyline") == 1
+    assert svg.Axis("x", 1.0, 1000.0).ticks() == [f * 10**e for e in range(3) for f in (1, 2, 5)] + [1000]
+    assert svg.Axis("x", 1.0, 10000.0).ticks() == [10**e for e in range(5)]
 
 
 @pytest.mark.parametrize("ends", [(2.0, 99.0), (99.0, 99.9)])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fusewise.lab import memory, plan, targets, truth
+from fusewise.lab.options import request as as_kept
 from fusewise.lab.plugin import Run, Unsupported
 from fusewise.lab.problem import Task
 from fusewise.lab.providers import floors, ours
@@ -294,6 +295,8 @@ def test_what_is_left_out_is_the_presets(asked, resolved, tmp_path):
     found = plan.options(request, tmp_path)
     assert {name: getattr(found, name) for name in resolved} == resolved
     assert {task.seed for task in found.tasks} == {found.seed} and found.out == tmp_path
+    kept = as_kept(found)
+    assert (kept["cache"], kept["rounds"]) == ("warm" if found.warm else "cold", [found.min_rounds, found.max_rounds])
 
 
 @pytest.mark.parametrize(
