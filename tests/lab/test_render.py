@@ -77,6 +77,34 @@ def test_report_of_an_interrupted_run_and_a_busy_machine_says_so():
 
 
 @pytest.mark.parametrize(
+    ("cases", "device", "seconds", "words"),
+    [("a", "cpu", 1.5, "1 comparison, 1 provider measured in 2 s."), ("ab", "cuda:0", None, "2 comparisons, 1 provider measured.")],
+)  # fmt: skip
+def test_a_report_counts_comparisons_and_providers_but_no_floors(cases, device, seconds, words):
+    made = study_record(
+        [row(name, case=c, device_us=1.0) for c in cases for name in ("floor-copy", "floor-launch", "eager")]
+    )
+    made.seconds, made.environment["device"] = seconds, device
+    assert words in markdown.opening(made)
+    assert markdown.flushed(made) == ("overwritten" if device == "cpu" else "read")
+
+
+def test_the_best_of_the_floors_is_shown_and_a_share_where_it_has_a_meaning():
+    copies = [row("floor-copy", case=c, device_us=us) for c, us in (("a", 20.0), ("b", 10.0))]
+    slow, fast = row("floor-launch", case="a", device_us=4.0), row("floor-launch", case="b", device_us=2.0, host_us=3.0)
+    found = markdown.limits([*copies, slow, fast])
+    assert (
+        "| copy bandwidth | 800 GB/s | 7.63 MiB (b) |" in found
+        and "| launch floor | 2.00 µs, host 3.00 µs | b |" in found
+    )
+    assert "| launch floor | 4.00 µs | a |" in markdown.limits([slow])
+    for provider, shown in (("floor-copy", "50 %"), ("floor-launch", "–"), ("eager", "50 %")):
+        assert markdown.line(row(provider, limit="copy", share_of_limit=0.5), None, None)[3] == shown
+    for error, eager, shown in ((None, None, "–"), (1e-3, None, "1.00e-03"), (None, 1e-7, "not finite (1.00e-07)")):
+        assert markdown.errors(row("a", error=error, error_eager=eager)) == shown
+
+
+@pytest.mark.parametrize(
     ("waited", "load", "cores", "said"),
     [(2, 0.9, 2, ""), (3, None, None, "in 3 of 5 rows"), (0, 1.0, 2, "load 1.0 on 2 cores"), (0, None, 2, ""), (0, 9.0, None, "")],
 )  # fmt: skip

@@ -128,6 +128,10 @@ def test_small_problems_are_averaged_more(device, small, medium):
     assert [calls_per_sample(size, device) for size in sizes] == [16, 16, 4, 4, 1]
 
 
+def test_a_first_call_takes_its_seconds():
+    assert 0.02 <= CpuTimer(0).once(Work(lambda i: 0.02, time.sleep)) < 10
+
+
 def test_memory_counts_peak_and_kept():
     def work():
         temporary = torch.ones(2**20)  # 4 MiB
