@@ -8,8 +8,7 @@ does not see it) nine more calls run under `ncu`, without clock control, each af
 over kernels. What a call has written may still be in the cache when its last kernel ends: reading a buffer of twice the
 cache's size drives it out, and the bytes written to DRAM meanwhile are the call's.
 The table shows ledger bytes, also with what matrix products read again through the device's cache, counted bytes, kernel time in
-the study and counted kernel time, and the study's time per call;
-`--append FILE` adds the same to a file, a JSON object per line.
+the study and counted kernel time, and the study's time per call; `--append FILE` adds the same to a file, a JSON object per line.
 """
 
 from __future__ import annotations
@@ -157,8 +156,7 @@ def entry(check: Check) -> dict[str, Any]:
     return {
         "op": row.op, "case": row.case, "dtype": row.dtype, "pass": row.pass_, "provider": row.provider, "run": row.run,
         "device": row.device, "versions": row.versions, "kernels": len(check.kernels), "ledger_bytes": check.ledger.bytes,
-        "again_bytes": check.again,
-        "counted_bytes": check.bytes, "kernel_us": row.kernel_us, "counted_us": check.us, "device_us": row.device_us,
+        "again_bytes": check.again, "counted_bytes": check.bytes, "kernel_us": row.kernel_us, "counted_us": check.us, "device_us": row.device_us,
     }  # fmt: skip
 
 

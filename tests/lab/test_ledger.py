@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from fusewise.lab.code.aten import Operators
+from fusewise.lab.code.aten import Operators, multiplied
 from fusewise.lab.ledger import Kernel, Ledger, Product, extent, merged
 from fusewise.lab.record import Record
 from fusewise.lab.render import html, markdown
@@ -101,6 +101,11 @@ def test_a_product_is_told_beside_its_bytes(function: Callable[[], object], flop
         function()
     product = seen.kernels[-1].product
     assert (product is None) if flops is None else (product is not None and product[:2] == (flops, read))
+
+
+def test_of_a_matrix_that_is_unknown_no_product_is_told() -> None:
+    assert multiplied("addmm", [ROW, X, None]) is None
+    assert multiplied("addmm", [None, X, X]) == (2 * 8 * 8 * 8, 512, 4)
 
 
 def test_a_product_reads_again_what_half_of_a_cache_cannot_hold() -> None:

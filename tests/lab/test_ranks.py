@@ -171,9 +171,8 @@ def test_a_large_record_passes_a_real_store_and_is_waited_for(whole):
     made, asked = whole
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=datetime.timedelta(milliseconds=50))
     sender = ranks.Rank(0, 1, TCPStore("127.0.0.1", store.port, is_master=False))
-    noise = (
-        random.Random(0).randbytes(10 << 20).hex()
-    )  # still 10 MiB when compressed, which takes longer than the timeout
+    # Still 10 MiB when compressed, which takes longer than the timeout.
+    noise = random.Random(0).randbytes(10 << 20).hex()
     sent = dataclasses.replace(made, environment={**made.environment, "noise": noise})
     with ThreadPoolExecutor() as pool:
         sending = pool.submit(sender.give, sent)

@@ -144,9 +144,10 @@ class Operators(Mode):
 
 
 def multiplied(name: str, arguments: Sequence[Any]) -> ledger.Product | None:
-    """The product that an operator computes, if that is what it does."""
+    """The product that an operator computes, if that is what it does and both matrices are known."""
     at = PRODUCTS.get(name)
-    return None if at is None else ledger.product(*arguments[at : at + 2])
+    factors = [] if at is None else [x for x in arguments[at : at + 2] if isinstance(x, Tensor)]
+    return ledger.product(*factors) if len(factors) == 2 else None
 
 
 def _named(name: str, arguments: Sequence[Any]) -> int:

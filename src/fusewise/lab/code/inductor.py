@@ -115,8 +115,9 @@ def _product(node: Any) -> ledger.Product | None:
         origin = None if part.node is None else part.node.get_origin_node()
         if origin is not None and origin.op == "call_function":
             name = str(getattr(origin.target, "overloadpacket", "")).partition(".")[2]
-            found = multiplied(name, [x.meta.get("val") if hasattr(x, "meta") else x for x in origin.args])
-            if found is not None:
+            # A node that one of Inductor's passes has made may have no value.
+            values = [x.meta.get("val") if isinstance(x, torch.fx.Node) else x for x in origin.args]
+            if (found := multiplied(name, values)) is not None:
                 return found
     return None
 
