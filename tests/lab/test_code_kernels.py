@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from pathlib import Path
@@ -233,9 +234,31 @@ def test_every_ledger_tells_the_product_of_a_gated_unit(name: str) -> None:
     (entry,) = plugin.select([name], "geglu", "cpu")
     assert entry.provider is not None
     products = [kernel.product for kernel in entry.provider.traffic(problem.compact(), "sm_90")]
-    case, flops = problem.case, problem.flops_min()  # type: ignore[attr-defined]
-    operands = 2 * case.features * (case.rows + 2 * case.hidden)
-    assert [product for product in products if product is not None] == [(flops, operands, 2)]
+    case = problem.case  # type: ignore[attr-defined]
+    (product,) = [product for product in products if product is not None]
+    assert product[:2] == (2 * case.features * case.rows, 2 * case.features * 2 * case.hidden)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "waves"),
+    [  # rows of a pass; of 4096 features, those that 132 SMs compute at once, eight tiles high
+        ("fusewise-triton", 8 * 128, 4096 / (132 / 8 * 128)),
+        ("fusewise-gluon", 8 * 128, 4096 / (132 / 8 * 64)),
+        ("fusewise-cuda", 8 * 256, 4096 / (66 / 8 * 96)),  # two SMs, a tile
+        ("eager", 2048, 8192 / 2048),  # u and g as one
+    ],
+)
+def test_a_product_is_told_with_the_order_of_its_tiles(name: str, rows: int, waves: float) -> None:
+    problem = targets.problem_for(Task("geglu", "memory-n8192-d1024", "bf16", "fwd", "cpu", 0))
+    (entry,) = plugin.select([name], "geglu", "cpu")
+    assert entry.provider is not None
+    (product,) = [k.product for k in entry.provider.traffic(problem.compact(), "sm_90") if k.product is not None]
+    assert product[2:] == (8192 / rows, math.ceil(waves), 1)
+
+
+def test_the_order_of_tiles_in_cuda_is_that_of_its_source() -> None:
+    header = (Path(_cuda.__file__).parent / "tiles.cuh").read_text()
+    assert f"GROUP_M = {_cuda.tiles.GROUP_M};" in header
 
 
 def test_what_gluon_computes_in_less_time_is_in_the_ledger_as_its() -> None:

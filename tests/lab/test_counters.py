@@ -66,7 +66,7 @@ def test_a_run_beside_what_was_counted(counters, tmp_path, monkeypatch, capsys):
         ]
     )
     op, case, dtype, pass_ = made.rows[0].key
-    product = Product(flops=29 * 2**28, read=2**20, itemsize=2)  # through half of 1 MiB it reads 29 MiB
+    product = Product(x=0, weights=2**20, passes=29, waves=1)
     kernels = (
         Kernel(name="mm", read=2**20, written=50 * 2**20, product=product),
         Kernel(name="mul", read=0, written=49 * 2**20),

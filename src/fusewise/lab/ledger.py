@@ -2,7 +2,7 @@
 
 Each kernel is charged once for every tensor it reads and once for every tensor it writes, whatever its caches do. This
 is its DRAM traffic if the working set exceeds the cache and it reads its operands once. A matrix product reads them again
-for each block of the result: at least how much, given a cache, is told beside. Broadcast elements count once; views and
+for each block of the result: about how much, given a cache, is told beside. Broadcast elements count once; views and
 metadata are free.
 The modules in `code/` find each compiler's kernels.
 """
@@ -18,20 +18,22 @@ from torch import Tensor
 
 from .problem import span
 
+# Rows of a pass and columns of a wave where they are unknown: as agrees with what cuBLAS's products read on 132 SMs.
+ROWS, COLUMNS = 2048, 2048
+# Bytes between two uses of a line, as shares of the cache: up to KEPT it is still there, from LOST on it is not. As measured
+# (docs/measuring.md).
+KEPT, LOST = 0.68, 1.05
+
 
 class Product(NamedTuple):
-    """A matrix product of a kernel: its FLOPs, the bytes of its operands, and those of one of their elements."""
+    """The matrix products in a kernel, x times the weights, `times` over: bytes of both operands; each of the `passes`
+    multiplies a group of rows of x by all weights, in so many `waves` of tiles that are computed at once."""
 
-    flops: int
-    read: int
-    itemsize: int
-
-    def again(self, cache_bytes: int) -> int:
-        """Bytes of operands that it reads again: all that it reads are at least FLOPs / √S elements through a cache of S
-        (Smith and others, 2019, arXiv:1702.02017), which is taken to be half of the cache's: lines read from both partitions
-        of a GPU's L2 are in each."""
-        elements = max(1.0, cache_bytes / 2 / self.itemsize)
-        return max(0, round(self.flops / math.sqrt(elements) * self.itemsize) - self.read)
+    x: int
+    weights: int
+    passes: int
+    waves: int
+    times: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,23 @@ class Kernel:
     @property
     def bytes(self) -> int:
         return self.read + self.written
+
+    def again(self, cache_bytes: int) -> int:
+        """About how many bytes of its product's operands it reads again through a GPU's L2 of this size: the weights on each
+        later pass, a group's rows of x on each later wave, as far as what has been moved since has driven them out. Lines of
+        operands, which SMs of both partitions of L2 read, take up space in each."""
+        if self.product is None:
+            return 0
+        x, weights, passes, waves, times = self.product
+        others = (self.bytes - x - weights) / passes
+        whole_pass = 2 * (weights + x / passes) + others
+        wave = 2 * (weights / waves + x / passes) + others / waves
+        size = cache_bytes * times
+        return round((passes - 1) * weights * _lost(whole_pass / size) + (waves - 1) * x * _lost(wave / size))
+
+
+def _lost(distance: float) -> float:
+    return min(1.0, max(0.0, (distance - KEPT) / (LOST - KEPT)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +90,8 @@ class Ledger:
         return self.bytes / self.bytes_min if self.bytes_min else None
 
     def again(self, cache_bytes: int) -> int:
-        """Bytes that its matrix products read again through a cache of this size; see `Product.again`."""
-        return sum(kernel.product.again(cache_bytes) for kernel in self.kernels if kernel.product is not None)
+        """Bytes that its matrix products read again through a cache of this size; see `Kernel.again`."""
+        return sum(kernel.again(cache_bytes) for kernel in self.kernels)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -114,11 +133,13 @@ def extent(x: Tensor) -> int:
     return min(count, span(x.shape, x.stride())) * x.element_size() if count else 0
 
 
-def product(x: Tensor, *weights: Tensor) -> Product:
-    """The matrix product of x (..., M, K) and weights (..., K, N) or (N, K), all of them in one kernel."""
-    read = sum(map(extent, (x, *weights)))
-    columns = sum(weight.numel() for weight in weights) // max(1, x[..., :1, :].numel())
-    return Product(2 * x.numel() * columns, read, x.element_size())
+def product(x: Tensor, *weights: Tensor, rows: int = ROWS, columns: int = COLUMNS) -> Product:
+    """The matrix product of x (..., M, K) and weights (..., K, N) or (N, K), all of them in one kernel that computes `rows`
+    by `columns` of the result at a time, rows first."""
+    m, k = x.shape[-2:]
+    n = sum(weight.numel() for weight in weights) * m // max(1, x.numel())
+    times = x.numel() // max(1, m * k)
+    return Product(extent(x), sum(map(extent, weights)), max(1, -(-m // rows)), max(1, -(-n // columns)), max(1, times))
 
 
 def merged(kernels: Sequence[Kernel]) -> list[tuple[Kernel, int]]:

@@ -100,7 +100,8 @@ def profile(task: Task, entry: plugin.Entry, out: Path, timeout: float = capture
     found.pop("ok", None)
     found.pop("id", None)
     found |= {"ledger": traffic.found.get("ledger"), "ledger_reason": traffic.reason}
-    return {**found, "cache_bytes": machine.cache_bytes(task.device)}
+    cache = {"device": task.device, "cache_bytes": machine.cache_bytes(task.device)}
+    return {**found, "cache_bytes": render_ledgers.cache_of(cache)}
 
 
 #: Shown for code that runs outside torch.

@@ -10,21 +10,23 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 import fusewise
 from fusewise._shared import build, host
 from fusewise._shared.cuda import PARTS
+from fusewise._shared.gpu import processors_of
 from fusewise.ops._choice import Choice
 from fusewise.ops.gated_linear import _onednn, _products
-from fusewise.ops.gated_linear._cuda.tiles import SIDEWAYS, STREAM_COLUMNS, width_of_stream
+from fusewise.ops.gated_linear._cuda import in_tf32, tiles
 
 from ..ledger import Kernel, Product, extent, product
 from ..plugin import Missing, Run, Unsupported
@@ -97,11 +99,41 @@ def _in_place(problem: Problem, kernel: Kernel) -> Kernel:
 
 
 def _product_of(launch: triton_kernels.Launch) -> Product | None:
-    """The product of a launch in Triton or Gluon: of x and all weights that its parameters name."""
-    tensors = {name: triton_kernels.tensor_of(value) for name, value in launch.arguments.items()}
-    x = tensors.get("x_map", tensors.get("x_ptr"))
-    weights = [w for name, w in tensors.items() if w is not None and re.fullmatch(r"(w_)?(value|gate)_(map|ptr)", name)]
-    return product(x, *weights) if x is not None and weights else None
+    """The product of a launch in Triton or Gluon: of x (dz) and all weights that its parameters name."""
+    given = launch.arguments
+    tensors = {name: triton_kernels.tensor_of(value) for name, value in given.items()}
+    x = next((tensors[name] for name in ("x_map", "x_ptr", "dz_ptr") if name in tensors), None)
+    named = r"(w_)?(value|gate)_(map|ptr)|w_ptr"
+    weights = [w for name, w in tensors.items() if w is not None and re.fullmatch(named, name)]
+    if x is None or not weights:
+        return None
+    if "GROUP_M" not in given:
+        return product(x, *weights)
+    if "BLOCK_M" in given:
+        tile = given["BLOCK_M"], given["BLOCK_F"] * len(weights)
+    else:
+        from fusewise.ops.gated_linear import _gluon  # needs Triton
+
+        tile = _gluon.ROWS, _gluon.columns(given["EPILOGUE"]) * len(weights)
+    return _in_groups(x, weights, *tile, given["GROUP_M"], launch.grid[0])
+
+
+def _product_in_cuda(given: Mapping[str, Any]) -> Product | None:
+    """The product of a launch in CUDA, given its arguments."""
+    x, weights = given["x"], [w for w in (given.get("value"), given.get("gate")) if w is not None]
+    if not weights:
+        return None
+    tile = tiles.of(given["epilogue"])
+    if tile is None or (x.dtype == torch.float32 and not in_tf32(x)):
+        return product(x, *weights)
+    at_once = processors_of(x.get_device()) // 2
+    return _in_groups(x, weights, tile.rows, tile.features * len(weights), tiles.GROUP_M, at_once)
+
+
+def _in_groups(x: Tensor, weights: Sequence[Tensor], rows: int, columns: int, group: int, at_once: int) -> Product:
+    """A product in grouped raster order of tiles of `rows` by `columns`, `at_once` of them at a time."""
+    down = min(group, -(-x.shape[0] // rows))
+    return product(x, *weights, rows=group * rows, columns=max(1, at_once * columns // down))
 
 
 def used(problem: Problem) -> Mapping[int, int]:
@@ -232,7 +264,7 @@ def cuda_stages(problem: Problem, target: str) -> list[Stage]:
 
 def _width_of_stream(problem: Problem) -> int | None:
     """On the GPU with most SMs that the kernels serve: H100 and H200 (SXM)."""
-    return width_of_stream(problem.case.rows, problem.case.hidden, 132)  # type: ignore[attr-defined]
+    return tiles.width_of_stream(problem.case.rows, problem.case.hidden, 132)  # type: ignore[attr-defined]
 
 
 def _nvcc(source: Path, result: Path, kind: str, arch: str, *more: str) -> Path:
@@ -269,10 +301,10 @@ def _cuda_part(problem: Problem, name: str) -> str:
         if found := re.search(r"few_rows_kernelILb\dELi(\d+)ELi(\d)E", name):
             columns, slabs = map(int, found.groups())
             width, rows = _width_of_stream(problem), problem.case.rows  # type: ignore[attr-defined]
-            serves = width is not None and columns == min(n for n in STREAM_COLUMNS if rows <= n)
+            serves = width is not None and columns == min(n for n in tiles.STREAM_COLUMNS if rows <= n)
             return f"few_rows_kernel of {columns} columns, tiles to {64 * slabs} features" if serves else ""
         found = re.search(r"gated_linear_kernelILb\dELi(\d+)", name)
-        sideways = (f"y of {tiles.rows} rows sideways" for tiles in SIDEWAYS)
+        sideways = (f"y of {each.rows} rows sideways" for each in tiles.SIDEWAYS)
         kinds = "y", "preact", "gradient", "down", *sideways, "", "", "y in tf32", "preact in tf32"
         return f"gated_linear_kernel {kinds[int(found[1])]}" if found else ""
     dtype, of, to = _instance(problem)
@@ -356,8 +388,7 @@ def _native(problem: Problem, impl: str, kernels: list[Kernel], here: bool) -> I
             given = inspect.signature(launch).bind(*args, **kwargs).arguments
             read = [given["x"], given.get("value"), given.get("gate"), *given.get("bias", ()), *given.get("inputs", ())]
             written = [given.get("y"), *given.get("outputs", ()), given.get("dbias")]
-            if weights := [w for w in read[1:3] if w is not None]:
-                multiplied = product(read[0], *weights)
+            multiplied = _product_in_cuda(given)
         else:
             read = [args[0], args[1], kwargs.get("dy")]
             written = [kwargs.get(key) for key in ("y", "du", "dg", "sums")]

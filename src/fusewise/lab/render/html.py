@@ -157,7 +157,7 @@ def _group(judged: Verdict, rows: Sequence[Row], record: Record, anchors: Mappin
     key = judged.key
     mine = [c for c in record.comparisons if (c["op"], c["case"], c["dtype"], c["pass"]) == key]
     entries = [e for e in record.ledgers if (e["op"], e["case"], e["dtype"], e["pass"]) == key]
-    cache = record.environment["cache_bytes"]
+    cache = ledgers.cache_of(record.environment)
     return {
         "anchor": f"case-{anchors[rows[0].id]}",
         "name": " · ".join(key[1:]),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ..ledger import Ledger, merged
 from . import printable, size
 
@@ -23,12 +26,15 @@ def _sizes(read: int, written: int) -> tuple[str, str, str]:
     return size(read), size(written), size(read + written)
 
 
+def cache_of(environment: Mapping[str, Any]) -> int | None:
+    """L2 of the GPU of a record. What products read again through a CPU's caches was not checked, and is not told."""
+    return environment["cache_bytes"] if environment["device"].startswith("cuda") else None
+
+
 def again(found: Ledger, cache_bytes: int | None) -> str:
     """What its matrix products read again, in words; empty if that is nothing or the cache is unknown."""
     more = found.again(cache_bytes) if cache_bytes else 0
-    return (
-        f"matrix products read about {size(more)} again through half of a cache of {size(cache_bytes)}" if more else ""
-    )
+    return f"matrix products read about {size(more)} again through a cache of {size(cache_bytes)}" if more else ""
 
 
 def text(found: Ledger, cache_bytes: int | None = None) -> str:

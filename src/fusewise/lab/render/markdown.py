@@ -101,7 +101,7 @@ def traffic(record: Record) -> list[str]:
     for key, members in by_group.items():
         lines = [[text(found.provider), *map(text, line)] for found in members for line in ledgers.table(found)]
         parts += [f"### Traffic of {text(' '.join(key))}", table(["provider", *ledgers.HEADER], lines)]
-        cache = record.environment["cache_bytes"]
+        cache = ledgers.cache_of(record.environment)
         more = [f"{text(m.provider)}: {said}" for m in members if (said := ledgers.again(m, cache))]
         parts += ["; ".join(more) + "."] if more else []
     return parts

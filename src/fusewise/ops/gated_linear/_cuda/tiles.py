@@ -21,6 +21,7 @@ from .._few_rows import busiest, choose_width
 
 STREAM_COLUMNS = 16, 32, 64, 128, 160, 208  # of a product in the weight-streaming kernel
 STREAM_ROWS = 128  # up to which it always computes y
+GROUP_M = 8  # rows of tiles per group of the raster order
 LOADS = 16  # cost of a tile, whatever its columns
 MEMORY = 2.7  # cost of reading both weights of a feature, while all SMs read
 # Epilogues, as in plan.h.
@@ -50,6 +51,14 @@ SIDEWAYS = tuple(
     Tiles(epilogue, rows, 128, rows)
     for epilogue, rows in ((SIDE_208, 208), (SIDE_192, 192), (SIDE_160, 160), (SIDE_144, 144), (SIDE_128, 128))
 )
+
+
+def of(epilogue: int) -> Tiles | None:
+    """The tiles of a kernel in raster order, or None: FEW streams the weights, GATE has no product."""
+    if epilogue in (GATE, FEW):
+        return None
+    upright = UPRIGHT._replace(features=192) if epilogue == DOWN else UPRIGHT
+    return next((tiles for tiles in SIDEWAYS if tiles.epilogue == epilogue), upright)
 
 
 @dataclass(frozen=True)
