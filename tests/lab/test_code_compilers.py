@@ -133,10 +133,10 @@ def test_backward_of_a_compiled_function(asked: Callable[..., Asked]) -> None:
     assert [(k.read, k.written) for k in ledger.kernels] == [(200, 100)]  # x and dy, dx: the forward is not timed
 
 
-def test_a_lookup_a_slice_and_a_constant_are_shown_without_a_gpu(tmp_path: Path) -> None:
+def test_a_lookup_a_slice_a_product_and_a_constant_are_shown_without_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "look.py").write_text(
         "from torch.nn.functional import embedding\n"
-        "def look(i, w):\n    y = embedding(i, w)[:, 8:].clone()\n    y[:, 0] = 0\n    return y\n"
+        "def look(i, w):\n    y = embedding(i, w)[:, 8:].clone()\n    y[:, 0] = 0\n    return y @ w[:8]\n"
     )
     target = targets.resolve(f"{tmp_path / 'look.py'}:look", ["i=i64[64] randint(0,100)", "w=fp32[100,16]"])[0]
     case = target.case()
