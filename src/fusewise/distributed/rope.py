@@ -29,17 +29,16 @@ def register() -> None:
 
 def _placements(count: int, outputs: int, *args: Any, **kwargs: Any) -> list[tuple[list[Any], list[Any]]]:
     """Acceptable placements, each as (placements of outputs, of arguments), for `count` rotated tensors."""
-    _cos, _sin, positions, offsets = args[count : count + 4]
-    table = args[count]
-    spec = Spec.decode(args[count + 6])
+    table, sin, positions, offsets, cu_seqlens, _, text = args[count : count + 7]
+    spec = Spec.decode(text)
     batch, _, heads = layout_dims(spec.layout)
     rest = len(args) - count - 5  # offset, spec, impl, strides: not tensors
 
     def arguments(x: Any, of_table: Any, of_positions: Any, of_offsets: Any) -> list[Any]:
-        tables = [of_table, None if args[count + 1] is None else of_table]
+        tables = [of_table, None if sin is None else of_table]
         indices = [None if positions is None else of_positions, None if offsets is None else of_offsets]
-        cu_seqlens = [None if args[count + 4] is None else Replicate()]
-        return [x] * count + tables + indices + cu_seqlens + [None] * rest
+        bounds = [None if cu_seqlens is None else Replicate()]
+        return [x] * count + tables + indices + bounds + [None] * rest
 
     everywhere: Any = Replicate()
     acceptable: list[tuple[list[Any], list[Any]]] = [

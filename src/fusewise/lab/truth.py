@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fusewise._shared.gpu import tf32_allowed
+from fusewise.ops._common import dtype_name
 
 from .counting import counted
 from .earlier import sample, stale_result
@@ -231,7 +232,9 @@ def odd_outputs(problem: Problem, outputs: Sequence[Tensor]) -> str:
     dtypes = problem.output_dtypes()
     for number, (y, dtype) in enumerate(zip(outputs, dtypes, strict=True)):
         if y.dtype != dtype:
-            return f"{_which('output', number, len(dtypes))} is {_plain(y.dtype)}, eager code's is {_plain(dtype)}"
+            return (
+                f"{_which('output', number, len(dtypes))} is {dtype_name(y.dtype)}, eager code's is {dtype_name(dtype)}"
+            )
     return ""
 
 
@@ -245,16 +248,12 @@ def odd_gradients(problem: Problem, gradients: Sequence[Tensor]) -> str:
         if g.shape != x.shape:
             return f"{which} has shape {tuple(g.shape)}, its {of}'s is {tuple(x.shape)}"
         if g.dtype != x.dtype:
-            return f"{which} is {_plain(g.dtype)}, its {of}'s dtype is {_plain(x.dtype)}"
+            return f"{which} is {dtype_name(g.dtype)}, its {of}'s dtype is {dtype_name(x.dtype)}"
     return ""
 
 
 def _which(what: str, number: int, count: int) -> str:
     return f"{what} {number + 1} of {count}" if count > 1 else f"the {what}"
-
-
-def _plain(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from fusewise.ops._common import dtype_name
 from fusewise.ops._tuned import Found, Job, Key, Watch, enabled
 from fusewise.ops.gated_linear import tuning as gated_linear
 
@@ -98,10 +99,9 @@ class Result:
         return None if self.ratio is None else max(0.0, self.ratio.value - 1)
 
     def to_json(self) -> Json:
-        dtype = str(self.key.dtype).removeprefix("torch.")
         return {
             **self.key._asdict(),
-            "dtype": dtype,
+            "dtype": dtype_name(self.key.dtype),
             "impl": self.impl,
             "heuristic": asdict(self.heuristic.config),
             "heuristic_us": self.heuristic.us,

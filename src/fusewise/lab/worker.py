@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -387,13 +387,8 @@ def _finite(value: float) -> float | None:
     return min(value, LARGEST_ERROR) if math.isfinite(value) else None
 
 
-def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> None:
+def serve(requests: Iterable[str], send: Callable[[Reply], None], start: dict[str, Any]) -> None:
     """Load the provider named in `start`, then answer requests until they end."""
-
-    def send(reply: Reply) -> None:
-        replies.write(json.dumps(reply, allow_nan=False) + "\n")
-        replies.flush()
-
     try:
         if limit := start.get("device_memory_fraction"):
             torch.cuda.set_per_process_memory_fraction(limit, torch.device(start["device"]))
@@ -416,7 +411,7 @@ def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> N
         send(reply | {"spent": server.spent.seconds} if prepares else reply)
 
 
-def main(serve: Callable[[Iterable[str], IO[str], dict[str, Any]], None] = serve) -> None:
+def main(serve: Callable[[Iterable[str], Callable[[Reply], None], dict[str, Any]], None] = serve) -> None:
     """Talk over the process's original stdin and stdout; `serve` answers."""
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -431,9 +426,13 @@ def main(serve: Callable[[Iterable[str], IO[str], dict[str, Any]], None] = serve
             lines.put(line)
         os._exit(0)  # the coordinator is gone: exit even if the provider is busy
 
+    def send(reply: Reply) -> None:
+        replies.write(json.dumps(reply, allow_nan=False) + "\n")
+        replies.flush()
+
     threading.Thread(target=listen, daemon=True).start()
     start = json.loads(lines.get())
-    serve(iter(lines.get, ""), replies, start)
+    serve(iter(lines.get, ""), send, start)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from .. import ledger
 from ..modes import Mode
+from ..reads import storage
 from .stage import Stage, foreign, short
 
 #: Operators that overwrite their first argument without reading it.
@@ -104,13 +105,13 @@ class Operators(Mode):
             mutated += tensors if written else []
             inputs += [] if written and (name in OVERWRITE or argument.is_out) else tensors
         outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
-        sources = {_storage(x) for x in [*inputs, *mutated]}
-        fresh = [x for x in outputs if _storage(x) not in sources]
+        sources = {storage(x) for x in [*inputs, *mutated]}
+        fresh = [x for x in outputs if storage(x) not in sources]
         if not mutated and not fresh and outputs:
             return None
         if name in ZEROS:
-            self.zeros = _storage(result)
-        elif name in ON_ZEROS and _storage(inputs[0]) == self.zeros and _in_autograd():
+            self.zeros = storage(result)
+        elif name in ON_ZEROS and storage(inputs[0]) == self.zeros and _in_autograd():
             name, mutated, fresh = f"{name}_", inputs[:1], []
         written_bytes = self._bytes([*fresh, *mutated])
         read_bytes = self._bytes(inputs)
@@ -133,7 +134,7 @@ class Operators(Mode):
 
     def _bytes(self, tensors: Sequence[Tensor]) -> int:
         """Bytes of the distinct tensors among these."""
-        distinct = {(_storage(x), x.storage_offset(), x.shape, x.stride()): x for x in tensors}
+        distinct = {(storage(x), x.storage_offset(), x.shape, x.stride()): x for x in tensors}
         return sum(min(ledger.extent(x), self.used.get(_address(x), 2**63)) for x in distinct.values())
 
     def stage(self) -> Stage:
@@ -169,10 +170,6 @@ def _in_autograd() -> bool:
 def brief_result(result: Any) -> str:
     leaves = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
     return ", ".join(map(brief, leaves)) or "()"
-
-
-def _storage(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
 
 
 def _address(x: Tensor) -> int:

@@ -8,9 +8,9 @@ nothing else may run in it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from .. import plugin, targets, worker
 from ..folder import file_name
@@ -77,13 +77,8 @@ def write(stages: Iterable[Stage], provider: str, folder: Path) -> list[dict[str
     return entries
 
 
-def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> None:
+def serve(requests: Iterable[str], send: Callable[[dict[str, Any]], None], start: dict[str, Any]) -> None:
     """Load the provider named in `start`, then answer requests until they end."""
-
-    def send(reply: dict[str, Any]) -> None:
-        replies.write(json.dumps(reply, allow_nan=False) + "\n")
-        replies.flush()
-
     try:
         server = Server(plugin.load(start["provider"]))
         versions = plugin.versions(server.provider)

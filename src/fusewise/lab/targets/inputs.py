@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusewise.ops._common import dtype_name
+
 from ..errors import parts
 from ..names import checksum, nearest
 from ..problem import differentiable, span
@@ -39,7 +41,7 @@ DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
 }
 #: Other spellings: torch's own names, and letters with bits.
-ALIASES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()} | {
+ALIASES = {dtype_name(dtype): name for name, dtype in DTYPES.items()} | {
     "f64": "fp64",
     "f32": "fp32",
     "f16": "fp16",

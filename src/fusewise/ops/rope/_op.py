@@ -179,12 +179,9 @@ def _rotate(q: Tensor | None, k: Tensor | None, call: tuple[Any, ...], strides: 
             out = apply_function(_RopeTransformable, q, k, *call)
         else:
             out = apply_function(_Rope, q, k, *call, *strides)
-        return out if isinstance(out, tuple) else (out, None) if k is None else (None, out)
-    if k is None:
-        return _op_rope(q, *call, strides[0]), None
-    if q is None:
-        return None, _op_rope(k, *call, strides[1])
-    return _op_rope_qk(q, k, *call, *strides)
+    else:
+        out = _forward(q, k, call, *strides)
+    return out if isinstance(out, tuple) else (out, None) if k is None else (None, out)
 
 
 def needs_autograd(q: Tensor | None, k: Tensor | None) -> bool:
