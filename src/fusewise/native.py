@@ -22,6 +22,7 @@ import torch
 
 from ._shared import cuda
 from ._shared.build import BuildError, Recipe, built, prepared
+from .ops._common import dtype_name
 from .ops.gated_linear import _cpu as gate
 from .ops.gated_linear import _cuda as gated_cuda
 from .ops.gated_linear import _host as gated_host
@@ -81,7 +82,7 @@ def recipes(chosen: tuple[Capability, ...]) -> Iterator[tuple[str, Callable[[], 
         yield f"qk-norm-rope-cuda {words}", functools.partial(qk_norm_rope_cuda.recipe, group)
         if gated_cuda.CAPABILITY in group:
             for (dtype, tf32), activation in itertools.product(gated_cuda.KINDS, ACTIVATIONS):
-                name = f"gated-linear-cuda {'tf32' if tf32 else str(dtype).removeprefix('torch.')} {activation}"
+                name = f"gated-linear-cuda {'tf32' if tf32 else dtype_name(dtype)} {activation}"
                 yield name, functools.partial(gated_cuda.recipe, dtype, activation, tf32)
 
 

@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from fusewise.ops._common import span
+
 from .errors import equal, errors
 from .plugin import Run
-from .problem import Problem, copied, differentiable, same, span
+from .problem import Problem, copied, differentiable, same
 
 #: Elements of an output that are compared with those for other inputs.
 MANY = 2**20

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .problem import span
+from fusewise.ops._common import span
 
 # Rows of a pass and columns of a wave where they are unknown: as agrees with what cuBLAS's products read on 132 SMs.
 ROWS, COLUMNS = 2048, 2048

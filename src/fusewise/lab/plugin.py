@@ -18,7 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor
+
+from fusewise.ops._common import dtype_name
 
 from .analysis import TWIN
 from .code.stage import Stage
@@ -210,6 +213,12 @@ def supported(provider: Provider, problem: Problem, kind: type[P]) -> P:
     if not isinstance(problem, kind) or problem.op not in provider.ops:
         raise Unsupported(f"{provider.name} runs {' and '.join(provider.ops)} only, not {problem.op}")
     return problem
+
+
+def check_dtype(dtype: torch.dtype, taken: Sequence[torch.dtype]) -> None:
+    """Raise Unsupported unless the dtype is one of those that a provider takes."""
+    if dtype not in taken:
+        raise Unsupported(f"takes {', '.join(map(dtype_name, taken))} only")
 
 
 def versions(provider: Provider) -> dict[str, str]:

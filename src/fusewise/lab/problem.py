@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from fusewise._shared.gpu import tf32_allowed
 from fusewise.ops._cases import DTYPES as DTYPES
 from fusewise.ops._cases import PRECISIONS as PRECISIONS
+from fusewise.ops._common import span
 
 Pass = Literal["fwd", "bwd", "fwd+bwd"]
 PASSES: tuple[Pass, ...] = ("fwd", "bwd", "fwd+bwd")
@@ -97,11 +98,6 @@ def copied(x: Tensor, dtype: torch.dtype) -> Tensor:
         return copied
     memory = x.as_strided((span(x.shape, x.stride()),), (1,)).to(dtype, copy=True)
     return memory.as_strided(x.shape, x.stride())
-
-
-def span(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last in memory of a non-empty tensor."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
 def handed_over(outputs: Sequence[Tensor], upstream: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:

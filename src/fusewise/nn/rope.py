@@ -125,6 +125,11 @@ class RotaryEmbedding(nn.Module):
             layer_type: selects one of the `rope_parameters` if there is one per layer type (Gemma 3 and 4), and the
                 dimensions if the configuration has them per layer.
             options: constructor arguments that take precedence (`head_dim` if it differs between layers).
+
+        Raises:
+            TypeError: `config` is a mapping or a module.
+            ValueError: it has no head width, `rope_parameters` has no such `layer_type`, or its mrope_section has an order
+                that `sections` does not (ERNIE 4.5 VL).
         """
         # Neither has the attributes: the frequencies would be the defaults.
         if isinstance(config, (Mapping, nn.Module)):
@@ -240,6 +245,9 @@ class RotaryEmbedding(nn.Module):
 
         If they do not, new ones are created with the maximum of `max_positions`, `length` and twice the old rows. The
         old ones are not modified. Tables recreated later, on another device or after `use_length`, cover at least as much.
+
+        Raises:
+            TypeError, ValueError: `length` is not an int from 0 to 2^31 - 1.
         """
         if device is not None:
             device = torch.empty(0, device=device).device  # resolves "cuda" to an index, as tables have one

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -183,6 +183,11 @@ def empty_like(x: Tensor) -> Tensor:
     may choose an order whose last dimension is not innermost; then the result is contiguous."""
     y = torch.empty_like(x)
     return y if y.stride(-1) == 1 or y.shape[-1] == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def span(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last in memory of a non-empty tensor."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
 def unit_stride(x: Tensor) -> Tensor:

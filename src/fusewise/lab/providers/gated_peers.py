@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..plugin import Provider, Run, Unsupported, require, supported
+from ..plugin import Provider, Run, Unsupported, check_dtype, require, supported
 from ..problem import Problem
 from ..targets.geglu import GatedProblem
 
@@ -31,8 +31,7 @@ class _Peer(Provider):
         gated = supported(self, problem, GatedProblem)
         if gated.case.activation not in self.activations:
             raise Unsupported(f"has {' and '.join(self.activations)}, not {gated.case.activation}")
-        if gated.dtype not in self.dtypes:
-            raise Unsupported(f"takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)} only")
+        check_dtype(gated.dtype, self.dtypes)
         if problem.task.pass_ != "fwd" and not self.backward:
             raise Unsupported("has no gradient of its own for this product")
         return self.unit(gated) if problem.op == "geglu" else projected(self.unit(gated))

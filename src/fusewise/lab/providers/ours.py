@@ -17,7 +17,7 @@ from fusewise.ops.rope import _host as rope_host
 
 from ..code.stage import Stage
 from ..ledger import Kernel
-from ..plugin import Provider, Run, Unsupported, supported
+from ..plugin import Provider, Run, Unsupported, check_dtype, supported
 from ..problem import Problem
 from ..targets.geglu import GatedProblem
 from ..targets.rope import RopeProblem
@@ -158,8 +158,7 @@ class _Gated(Ours):
 
     def build(self, problem: Problem) -> Run:
         gated = supported(self, problem, GatedProblem)
-        if gated.dtype not in self.dtypes:
-            raise Unsupported(f"takes {', '.join(str(dtype).removeprefix('torch.') for dtype in self.dtypes)} only")
+        check_dtype(gated.dtype, self.dtypes)
         on_gpu = problem.device.type == "cuda"  # without a GPU its code can still be inspected
         if on_gpu and (why := _op.choice.unavailable(self.impl, "cuda", gated.dtype)) is not None:
             raise Unsupported(why)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..plugin import Provider, Run, Unsupported, installed, require, supported
+from ..plugin import Provider, Run, Unsupported, check_dtype, installed, require, supported
 from ..problem import Problem
 from ..targets.rope import RopeProblem
 from ..targets.rope_serving import ServingProblem
@@ -46,8 +46,7 @@ class _Peer(Provider):
             raise Unsupported("rotates the leading features of a head only")
         if not self.partial and case.rotated != case.head_dim:
             raise Unsupported("rotates whole heads only")
-        if rope.dtype not in self.dtypes:
-            raise Unsupported(f"takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)} only")
+        check_dtype(rope.dtype, self.dtypes)
         if problem.task.pass_ != "fwd" and not self.backward:
             raise Unsupported("has no backward")
         if isinstance(rope, ServingProblem):

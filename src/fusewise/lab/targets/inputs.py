@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusewise.ops._common import dtype_name
+from fusewise.ops._common import dtype_name, span
 
 from ..errors import parts
 from ..names import checksum, nearest
-from ..problem import differentiable, span
+from ..problem import differentiable
 
 DTYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64,

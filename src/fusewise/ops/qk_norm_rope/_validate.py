@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..._shared.memo import Memo
 from .._common import FLOATS, as_int, check_number, check_one_of, fail, jit_traces, kinds, recording
-from ..rope._validate import check_tensor, shape_of, validated_as_far
+from ..rope._validate import check_tensor, given_table, shape_of, validated_as_far
 from ._op import choice
 from ._problem import OVERS, Norm
 
@@ -53,8 +53,7 @@ def validated(
             passed = _PASSED.get(key)
             first = 0 if offsets is not None else offset
             if passed is not None and 0 <= first <= passed[1]:
-                table = next(x for x in (cos, cos_sin, angles, inv_freq) if x is not None)
-                tensors = table, sin, positions, offsets, cu_seqlens
+                tensors = given_table(cos, cos_sin, angles, inv_freq), sin, positions, offsets, cu_seqlens
                 return (*tensors, first, passed[0], float(norm[0]), float(norm[1]), norm[2], impl), passed[1]
         except (AttributeError, TypeError, RuntimeError):
             key = None  # an argument is not a strided tensor or not hashable: validation reports it

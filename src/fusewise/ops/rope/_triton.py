@@ -20,6 +20,7 @@ from ..._shared.gpu import processors_of
 from ..._shared.memo import Memo
 from ..._shared.triton_launch import launches_directly
 from ..._shared.triton_launch import unavailable as unavailable
+from .._common import span
 from ._problem import Problem, Rotation
 from ._triton_kernel import rope_kernel
 
@@ -225,18 +226,14 @@ def named_strides(name: str, strides: tuple[int, int, int], unit: int) -> dict[s
 
 def reach_of(problem: Problem) -> int:
     """The largest element offset that the kernel computes from any of its pointers."""
-    sizes = (problem.batch - 1, problem.tokens - 1)
-
-    def span(heads: int, strides: tuple[int, int, int]) -> int:
-        return sum(n * s for n, s in zip((*sizes, heads - 1), strides, strict=True))
-
-    read = [_extent(x) for x in (problem.cos, problem.positions) if x is not None]
-    spans = [span(o.heads, s) + o.head_dim for o in problem.operands for s in (o.x_strides, o.y_strides)]
-    return max(*read, *spans)
-
-
-def _extent(x: Tensor) -> int:
-    return sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
+    sizes = (problem.batch, problem.tokens)
+    read = [span(x.shape, x.stride()) for x in (problem.cos, problem.positions) if x is not None]
+    heads = [
+        span((*sizes, o.heads), strides) - 1 + o.head_dim
+        for o in problem.operands
+        for strides in (o.x_strides, o.y_strides)
+    ]
+    return max(*read, *heads)
 
 
 POINTERS = 9  # leading pointer arguments of the kernel, which the offset follows

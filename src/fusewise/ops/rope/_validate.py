@@ -43,6 +43,11 @@ def shape_of(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
+def given_table(cos: Any, cos_sin: Any, angles: Any, inv_freq: Any) -> Any:
+    """The form of the table that was given: exactly one, as validation ensures."""
+    return cos if cos is not None else cos_sin if cos_sin is not None else angles if angles is not None else inv_freq
+
+
 # The arguments of `rope` that determine its spec and its operator call, with their defaults.
 DEFAULTS: dict[str, Any] = {
     "cos": None, "sin": None, "cos_sin": None, "angles": None, "inv_freq": None, "positions": None, "offset": 0,
@@ -101,7 +106,7 @@ def validated_as_far(op: str, q: Tensor, k: Tensor | None, options: tuple[Any, .
         spec = checked.encode()
         if key is not None:
             _VALIDATED[key] = spec, max_offset
-    table = cos if cos is not None else cos_sin if cos_sin is not None else angles if angles is not None else inv_freq
+    table = given_table(cos, cos_sin, angles, inv_freq)
     call = table, sin, positions, offsets, cu_seqlens, 0 if offsets is not None else offset, spec, rest[-1]
     return call, max_offset
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..._shared.memo import Memo
-from .._common import as_int, check_bool, check_one_of, fail, jit_traces, kinds, recording, transforms_active
+from .._common import as_int, check_bool, check_one_of, fail, jit_traces, kinds, recording, span, transforms_active
 from .._overlap import overlaps, overlaps_itself
 from ..rope._problem import LAYOUTS, layout_dims
 from ..rope._validate import (
@@ -22,6 +22,7 @@ from ..rope._validate import (
     check_tensor,
     check_unit_stride,
     dtype_of,
+    given_table,
     shape_of,
     validated_as_far,
 )
@@ -100,8 +101,8 @@ def validated(
             _PASSED[key] = passed
     _check_apart(given, passed, {0, 1, 3, 4} if write_k else {0, 3, 4})
     cos, sin, cos_sin, angles, inv_freq, positions, _, cu_seqlens = options[:8]
-    table = cos if cos is not None else cos_sin if cos_sin is not None else angles if angles is not None else inv_freq
     offsets = offset if isinstance(offset, Tensor) else None
+    table = given_table(cos, cos_sin, angles, inv_freq)
     call = table, sin, positions, offsets, cu_seqlens, offset if offsets is None else 0, passed.spec, options[-1]
     return tensors, call, passed.reach
 
@@ -292,6 +293,4 @@ def _check_apart(given: tuple[Any, ...], passed: _Passed, written: set[int]) -> 
 
 def _extent(x: Tensor) -> int:
     """Bytes from the first element to the end of the last."""
-    if x.numel() == 0:
-        return 0
-    return x.element_size() * (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)))
+    return x.element_size() * span(x.shape, x.stride()) if x.numel() else 0
