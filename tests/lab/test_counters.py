@@ -2,14 +2,16 @@
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 from builders import row, study_record
 
-from fusewise.lab import record
+from fusewise.lab import plugin, record, targets
 from fusewise.lab.ledger import Kernel, Ledger, Product
+from fusewise.lab.problem import Task
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "counters.py"
 HEAD = """==PROF== Connected to process 12
@@ -115,3 +117,37 @@ def test_a_program_that_ends_badly_is_an_error(counters, tmp_path, monkeypatch):
     monkeypatch.setattr(counters, "NCU", "false")
     with pytest.raises(RuntimeError, match=r"counters: false .* ended with 1"):
         counters.count(row("eager"), "cuda")
+
+
+COUNTED = Path(__file__).resolve().parents[2] / "benchmarks" / "counted.jsonl"
+ENTRIES = [json.loads(line) for line in COUNTED.read_text(encoding="utf-8").splitlines()]
+
+
+# Without torch.compile's, whose product is that of eager code, and eager code's larger products, which take 20 s here.
+@pytest.mark.parametrize(
+    "entry",
+    [
+        e
+        for e in ENTRIES
+        if "fusewise" in e["provider"] or (e["provider"], e["case"]) == ("eager", "memory-n16384-d1024")
+    ],
+    ids=lambda e: f"{e['case']}-{e['provider']}",
+)
+def test_the_ledgers_that_are_published_are_those_of_today(entry) -> None:
+    """Through 60 MiB, an H200's L2."""
+    task = Task(entry["op"], entry["case"], entry["dtype"], entry["pass"], "cpu", 0)
+    provider = plugin.select([entry["provider"]], task.op, task.device)[0].provider
+    kernels = provider.traffic(targets.problem_for(task).compact(), "sm_90")
+    assert sum(kernel.bytes for kernel in kernels) == entry["ledger_bytes"]
+    assert sum(kernel.again(60 * 2**20) for kernel in kernels) == entry["again_bytes"]
+
+
+def test_the_page_shows_what_was_counted() -> None:
+    page = (COUNTED.parents[1] / "docs" / "measuring.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"\| ([\w.-]+ \| \d \| [\d,]+ \+ [\d,]+ \| [\d,]+ \| [\d.]+ \|)", page))
+    mib = [[e[key] / 2**20 for key in ("ledger_bytes", "again_bytes", "counted_bytes")] for e in ENTRIES]
+    assert shown >= {
+        f"{e['provider']} | {e['kernels']} | {own:,.0f} + {again:,.0f} | {counted:,.0f} | {(own + again) / counted:.2f} |"
+        for e, (own, again, counted) in zip(ENTRIES, mib, strict=True)
+    }
+    assert all(0.9 < (own + again) / counted < 1.1 for own, again, counted in mib)
