@@ -25,6 +25,7 @@ from fusewise.lab.providers.ours import GatedCpu
 from fusewise.lab.targets import problem_for
 from fusewise.nn import GatedLinear
 from fusewise.ops.gated_linear import _host, _onednn, _op, api
+from fusewise.ops.gated_linear._problem import Spec
 
 from ..rope.support import Operators, assert_bits
 from .test_validation import LAYOUTS, STACKED
@@ -169,7 +170,134 @@ def test_an_mlp_that_is_trained_is_pythons() -> None:
             assert_bits(gated_mlp(*mine, activation="silu"), z.detach())
 
 
-def test_gradients_are_pythons() -> None:
+def trained(made: dict[str, Any], dy: Tensor, **options: Any) -> list[Tensor | None]:
+    """y and the gradients of the tensors in `made` that require them."""
+    given = {name: None if t is None else t.detach().requires_grad_(t.requires_grad) for name, t in made.items()}
+    y = gated_linear(**given, **options)
+    y.backward(dy)
+    return [y.detach(), *(None if t is None else t.grad for t in given.values())]
+
+
+@pytest.fixture
+def no_operators(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Forbids calls of the operators that save pre-activations or take their gradient."""
+
+    def forbid() -> None:
+        for name in ("op_gated_linear_preact", "op_grad", "op_grad_"):
+            monkeypatch.setattr(_op, name, lambda *_: pytest.fail("by an operator"))
+
+    return forbid
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("form", ["stacked", "stacked bias", "separate", "separate bias", "stacked bias strided"])
+def test_training_has_the_bits_of_python(form: str, dtype: torch.dtype, no_operators: Callable[[], None]) -> None:
+    """y and all gradients, for few and many rows (in 16 bits also in chunks), for matrices and other ranks; in float32 below the
+    size that oneDNN takes."""
+    cases = []
+    large = [] if dtype == torch.float32 else [((600,), 8, 4100)]
+    for rows, features, hidden in [((2, 3), 16, 24), ((70,), 9, 20), ((3,), 16, 24), *large]:
+        if "strided" in form and len(rows) > 1:
+            continue
+        made = operands(rows, features, hidden, dtype, form)
+        made = {name: None if t is None else t.requires_grad_() for name, t in made.items()}
+        for gate_first in (False, True):
+            dy = torch.randn(*rows, hidden).to(dtype)
+            options = {"activation": "gelu_tanh", "gate_first": gate_first}
+            cases.append((made, dy, options, by_python(trained, made, dy, **options)))
+    no_operators()
+    for made, dy, options, expected in cases:
+        for ours, theirs in zip(trained(made, dy, **options), expected, strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                assert_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("wanted", ["x", "weight", "w_gate", "bias", "b_gate", "x b_gate", "weight bias"])
+def test_only_wanted_gradients_are_computed(wanted: str, no_operators: Callable[[], None]) -> None:
+    made = operands((5,), 8, 6, torch.float32, "separate bias")
+    for name in wanted.split():
+        made[name].requires_grad_()
+    dy = torch.randn(5, 6)
+    expected = by_python(trained, made, dy, activation="silu")
+    no_operators()
+    found = trained(made, dy, activation="silu")
+    assert [t is not None for t in found[1:]] == [name in wanted.split() for name in made]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours is None if theirs is None else torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dy", ["a row for all", "columns of a wider one", "of one dimension less"])
+def test_upstream_gradients_of_any_strides(dy: str) -> None:
+    made = {
+        name: t if t is None else t.requires_grad_()
+        for name, t in operands((4, 5), 8, 6, torch.float32, "bias").items()
+    }
+    upstream = {
+        "a row for all": torch.randn(6).expand(4, 5, 6),
+        "columns of a wider one": torch.randn(4, 5, 9)[..., 2:8],
+        "of one dimension less": torch.randn(5, 6).expand(4, 5, 6),
+    }[dy]  # fmt: skip
+    expected = by_python(trained, made, upstream, activation="gelu")
+    for ours, theirs in zip(trained(made, upstream, activation="gelu"), expected, strict=True):
+        assert ours is None if theirs is None else torch.equal(ours, theirs)
+
+
+def test_pre_activations_are_overwritten_only_if_nobody_needs_them(no_operators: Callable[[], None]) -> None:
+    """With the version counter told, so that a second backward could not take them for what they were."""
+    x, weight = X.clone().requires_grad_(), W.clone().requires_grad_()
+    no_operators()
+    for retain in (True, False):
+        y = gated_linear(x, weight, activation="silu")
+        preact = y.grad_fn.saved_tensors[-1]
+        before, version = preact.clone(), preact._version
+        gradients = torch.autograd.grad(y.sum(), (x, weight), retain_graph=retain)
+        assert torch.equal(preact, before) == retain and (preact._version == version) == retain
+        if retain:
+            again = torch.autograd.grad(y.sum(), (x, weight))
+            assert all(map(torch.equal, gradients, again))
+
+
+def test_second_order_and_batched_gradients_are_pythons() -> None:
+    x, weight = X.double()[:1].float().requires_grad_(), W.clone().requires_grad_()
+    y = gated_linear(x, weight, activation="silu")
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert dx.grad_fn is not None
+    torch.autograd.grad(dx.square().sum(), (x, weight))
+    batched = torch.autograd.grad(y, x, torch.eye(6)[:, None], is_grads_batched=True, retain_graph=True)[0]
+    one = [torch.autograd.grad(y, x, row[None], retain_graph=True)[0] for row in torch.eye(6)]
+    torch.testing.assert_close(batched, torch.stack(one))
+
+
+@pytest.mark.parametrize("change", ["a tensor", "without strides", "other dtype", "other size", "fewer arguments"])
+def test_gradients_of_other_tensors_are_not_computed(change: str) -> None:
+    """Called directly: what Python has not checked is refused."""
+    call = _host.arguments_of(X, (W, None, None, None), Spec("silu", "stacked"), "auto")
+    made = _host.kept(*call)
+    assert made is not None
+    y, preact = made
+    with torch.no_grad():
+        wants = False, True, True, False, False
+        assert _host.gradients(y, preact, *wants, *call) is not None
+        if change == "fewer arguments":
+            with pytest.raises(TypeError, match="must have 10 arguments, got 9"):
+                _host.gradients(y, preact, *wants, *call[1:])
+            return
+        dy = {"a tensor": 1.0, "without strides": y.as_subclass(Named), "other dtype": y.double(), "other size": y[1:]}
+        assert _host.gradients(dy[change], preact, *wants, *call) is None
+        assert _host.gradients(y, dy[change], *wants, *call) is None
+    assert _host.gradients(y, preact, *wants, *call) is None  # while gradients are recorded
+
+
+def test_a_profile_shows_what_training_computes() -> None:
+    x = X.clone().requires_grad_()
+    with torch.profiler.profile() as profile:
+        gated_linear(x, W, activation="silu").sum().backward()
+    names = {event.name for event in profile.events()}
+    assert {"fusewise::gated_linear_preact", "fusewise::gated_linear_grad"} <= names
+
+
+def test_inference_is_pythons_where_gradients_are_recorded() -> None:
     x, weight = X.clone().requires_grad_(), torch.nn.Parameter(W.clone())
     for args in ((x, W), (X, weight), (X, W, B.clone().requires_grad_()), (X, W[:6], None)):
         more = {"w_gate": weight[:6]} if args[1] is not W and args[1] is not weight else {}

@@ -24,7 +24,7 @@ from .._common import (
     save_tensors,
     wants_formula,
 )
-from . import _op, _products, reference
+from . import _host, _op, _products, reference
 from ._problem import Halves, Spec, features_out, pair, rows, split_preact
 
 #: Size of both pre-activations from which memory matters more than an additional product: they become two tensors, each
@@ -164,7 +164,12 @@ class GatedLinear(torch.autograd.Function):
         x_MD = rows(x)
         hidden = features_out(weights[0], weights[1])
         saved: Sequence[Tensor] = ()
-        if save == "input":
+        made = None
+        if save == "preact" and not torch.compiler.is_compiling() and not large(x_MD, hidden):
+            made = _host.kept(*_host.arguments_of(x_MD, weights, Spec.decode(text), impl))
+        if made is not None:
+            y, *saved = made
+        elif save == "input":
             y = _op.op_gated_linear(x_MD, *weights, text, impl)
         elif unaligned(x_MD, hidden) or keeps_apart(x_MD, hidden, weights[1] is not None):
             saved = two_matrices(x_MD, hidden)
@@ -192,6 +197,11 @@ class GatedLinear(torch.autograd.Function):
         # Not `saved and`: Dynamo of torch 2.11 has no truth of tuples.
         overwrites = len(saved) > 0 and may_overwrite(saved[0], seen)
         hidden = dy_MF.shape[1]
+        if len(saved) == 1 and not torch.compiler.is_compiling():
+            wanted = *ctx.needs_input_grad[:3], wants_bias
+            done = _host.gradients(dy_MF, saved[0], overwrites, *wanted, *_host.arguments_of(x, tensors, spec, impl))
+            if done is not None:
+                return *done, None, None, None
         if len(saved) == 0 and (large(x_MD, hidden) or unaligned(x_MD, 2 * hidden if spec.fused else hidden)):
             return *_backward_by_slices(ctx, dy_MF, x, x_MD, tensors, spec, impl, wants_bias), None, None, None
         if len(saved) == 2:

@@ -10,7 +10,7 @@ If it is not built, and for every other call, Python serves: slower, with the sa
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import PYFUNCTYPE, c_void_p, cast, py_object
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,10 @@ SOURCES = (*(Path(__file__).parent / name for name in _NAMES), host.HEADER)
 
 #: The extension's function once it is loaded: takes the arguments of `api.gated_linear` in order, returns y or None.
 gated_linear: Callable[..., Tensor | None] = host.not_loaded
+#: Takes the same arguments; y and both pre-activations in one tensor, or None. Not on a GPU.
+kept: Callable[..., tuple[Tensor, Tensor] | None] = host.not_loaded
+#: The gradients from dy and these, see `host.cpp`; None: continue in Python. Not on a GPU.
+gradients: Callable[..., tuple[Tensor | None, ...] | None] = host.not_loaded
 #: Takes the same arguments; whether this is a GPU call that can be cached and is not cached yet.
 _new: Callable[..., Any] = host.not_loaded
 _with_gate = False  # whether the extension has the CPU gate
@@ -46,8 +50,8 @@ def extension() -> Any:
         BuildError: it cannot be built here.
     """
     module = host.loaded(PYFUNCTYPE(py_object)(("fusewise_gated_host", build.library(*recipe())))())
-    global gated_linear, _new
-    gated_linear, _new = module.gated_linear, module.new
+    global gated_linear, kept, gradients, _new
+    gated_linear, kept, gradients, _new = module.gated_linear, module.kept, module.gradients, module.new
     return module
 
 
@@ -88,6 +92,13 @@ def _unavailable(kernel: cpu.Kernel | None, loads: int) -> str | None:
     except build.BuildError as error:
         return str(error)
     return None
+
+
+def arguments_of(x: Tensor, weights: Sequence[Tensor | None], spec: Spec, impl: str) -> tuple[Any, ...]:
+    """The arguments of `api.gated_linear` for an operator's call on these weights."""
+    weight, w_gate, bias, b_gate = weights
+    layout = "stacked" if spec.layout == "separate" else spec.layout
+    return x, weight, bias, spec.activation, w_gate, b_gate, layout, spec.gate_first, "preact", impl
 
 
 def remember(*arguments: Any) -> None:

@@ -1,6 +1,7 @@
 // Host fast path: an inference call of `geglu_linear` or `gated_linear` goes from its arguments to the kernels without running
 // Python. On a CPU these are the products and the gate of `_cpu`: 3 µs of host overhead per call instead of 30, and with cold
-// caches 0.1 ms instead of 0.4. On a GPU it is the launch of `_cuda`: `host_gpu.h`.
+// caches 0.1 ms instead of 0.4. On a GPU it is the launch of `_cuda`: `host_gpu.h`. Of a call that records gradients the autograd
+// function stays in Python (`_autograd.py`); on a CPU what it computes, forward and backward, is here, too.
 //
 // Supported are plain tensors of one dtype, one weight in layout "stacked" or two weights, without autograd, modes or transforms
 // (`host_call.h`). Any other call returns None at once, without side effects, and the caller continues in Python (`api.py`), the
@@ -11,7 +12,9 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/sum.h>
 #include <ATen/record_function.h>
 #include <pthread.h>
 
@@ -54,6 +57,41 @@ void gate(const Arguments& a, const Tensor& y, const Tensor& u, const Tensor& g)
   run(&call);
 }
 
+// Value's and gate's half of the weights and biases of a call.
+struct Halves {
+  Tensor value, gate, value_bias, gate_bias;
+  explicit Halves(const Arguments& a) {
+    const Tensor none, &bias = a.bias == nullptr ? none : *a.bias;
+    if (a.w_gate != nullptr) {
+      value = *a.weight, gate = *a.w_gate, value_bias = bias;
+      if (a.b_gate != nullptr) gate_bias = *a.b_gate;
+      return;
+    }
+    const auto half = [&](const Tensor& both, int64_t index) {
+      return both.defined() ? both.narrow(0, index * a.hidden, a.hidden) : both;
+    };
+    value = half(*a.weight, a.gate_first), value_bias = half(bias, a.gate_first);
+    gate = half(*a.weight, !a.gate_first), gate_bias = half(bias, !a.gate_first);
+  }
+};
+
+// Rows of a chunk of both pre-activations.
+int64_t chunk_rows(const Arguments& a) {
+  const int64_t row_bytes = 2 * a.hidden * a.x->element_size();
+  return std::min(a.rows(), std::max<int64_t>(CHUNK_ROWS, CHUNK_BYTES / row_bytes / ROW_MULTIPLE * ROW_MULTIPLE));
+}
+
+// x (M, D).
+Tensor matrix(const Arguments& a) { return a.x->dim() == 2 ? *a.x : a.x->view({a.rows(), a.x->size(-1)}); }
+
+// y (M, F) with the leading dimensions of x.
+Tensor shaped(const Arguments& a, const Tensor& y) {
+  if (a.x->dim() == 2) return y;
+  std::vector<int64_t> sizes = a.x->sizes().vec();
+  sizes.back() = a.hidden;
+  return y.view(sizes);
+}
+
 // y (M, F) of x (M, D), with the same chunks as `_cpu.forward`.
 void forward(const Arguments& a, const Tensor& x, const Tensor& y) {
   const int64_t rows = x.size(0), hidden = a.hidden;
@@ -65,31 +103,20 @@ void forward(const Arguments& a, const Tensor& x, const Tensor& y) {
     const Tensor first = preact.narrow(1, 0, hidden), second = preact.narrow(1, hidden, hidden);
     return a.gate_first ? gate(a, y, second, first) : gate(a, y, first, second);
   }
-  const auto half = [&](const Tensor& both, int64_t index) {
-    return both.defined() ? both.narrow(0, index * hidden, hidden) : both;
-  };
-  Tensor value = *a.weight, of_gate, value_bias = bias, gate_bias;
-  if (a.w_gate != nullptr) {
-    of_gate = *a.w_gate;
-    if (a.b_gate != nullptr) gate_bias = *a.b_gate;
-  } else {
-    of_gate = half(value, !a.gate_first), gate_bias = half(bias, !a.gate_first);
-    value = half(value, a.gate_first), value_bias = half(bias, a.gate_first);
-  }
-  const int64_t row_bytes = 2 * hidden * x.element_size();
-  const int64_t size = std::min(rows, std::max<int64_t>(CHUNK_ROWS, CHUNK_BYTES / row_bytes / ROW_MULTIPLE * ROW_MULTIPLE));
+  const Halves half(a);
+  const int64_t size = chunk_rows(a);
   Tensor scratch;
   for (int64_t row = 0; row < rows; row += size) {
     const int64_t count = std::min(size, rows - row);
     const Tensor from = part(x, row, count), u = part(y, row, count);
-    if (takes(from, value) && takes(from, of_gate)) {
-      gate(a, u, linear(from, value, value_bias), linear(from, of_gate, gate_bias));
+    if (takes(from, half.value) && takes(from, half.gate)) {
+      gate(a, u, linear(from, half.value, half.value_bias), linear(from, half.gate, half.gate_bias));
       continue;
     }
     if (!scratch.defined()) scratch = empty(x, {size, hidden}, {hidden, 1});
     const Tensor g = part(scratch, 0, count);
-    product(from, value, value_bias, u);
-    product(from, of_gate, gate_bias, g);
+    product(from, half.value, half.value_bias, u);
+    product(from, half.gate, half.gate_bias, g);
     gate(a, u, u, g);
   }
 }
@@ -98,16 +125,97 @@ void forward(const Arguments& a, const Tensor& x, const Tensor& y) {
 Tensor computed(const Arguments& a) {
   const GilReleased no_gil;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const int64_t rows = a.rows();
-  Tensor y = empty(*a.x, {rows, a.hidden}, {a.hidden, 1});
-  if (a.x->dim() == 2) {
-    forward(a, *a.x, y);
-    return y;
+  const Tensor y = empty(*a.x, {a.rows(), a.hidden}, {a.hidden, 1});
+  forward(a, matrix(a), y);
+  return shaped(a, y);
+}
+
+// u and g, (M, F) each, of both pre-activations: `split_preact`.
+std::pair<Tensor, Tensor> split(const Arguments& a, const Tensor& preact) {
+  if (a.w_gate != nullptr) return {preact.select(0, 0), preact.select(0, 1)};
+  const auto half = [&](int64_t index) { return preact.narrow(1, index * a.hidden, a.hidden); };
+  return {half(a.gate_first), half(!a.gate_first)};
+}
+
+// y and both pre-activations, which are in one tensor: `forward` of _chunks.py that keeps them.
+std::pair<Tensor, Tensor> keeping(const Arguments& a) {
+  const GilReleased no_gil;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const int64_t rows = a.rows(), hidden = a.hidden, size = chunk_rows(a);
+  const Tensor x = matrix(a), y = empty(x, {rows, hidden}, {hidden, 1});
+  const Tensor preact = a.w_gate == nullptr ? empty(x, {rows, 2 * hidden}, {2 * hidden, 1})
+                                            : empty(x, {2, rows, hidden}, {rows * hidden, hidden, 1});
+  const auto [u, g] = split(a, preact);
+  for (int64_t row = 0; row < rows; row += size) {
+    const int64_t count = std::min(size, rows - row);
+    const Tensor from = part(x, row, count), value = part(u, row, count), of_gate = part(g, row, count);
+    if (a.w_gate == nullptr) product(from, *a.weight, a.bias == nullptr ? Tensor() : *a.bias, part(preact, row, count));
+    else {
+      product(from, *a.weight, a.bias == nullptr ? Tensor() : *a.bias, value);
+      product(from, *a.w_gate, a.b_gate == nullptr ? Tensor() : *a.b_gate, of_gate);
+    }
+    gate(a, part(y, row, count), value, of_gate);
   }
-  forward(a, a.x->view({rows, a.x->size(-1)}), y);
-  std::vector<int64_t> sizes = a.x->sizes().vec();
-  sizes.back() = a.hidden;
-  return y.view(sizes);
+  return {shaped(a, y), preact};
+}
+
+// What a backward is asked for, besides the arguments of its call.
+struct Wanted {
+  const Tensor *dy = nullptr, *preact = nullptr;
+  bool overwrite = false, x = false, weight = false, w_gate = false, bias = false;
+
+  bool read(PyObject* const* given, const Arguments& a) {
+    bool* const flags[] = {&overwrite, &x, &weight, &w_gate, &bias};
+    for (size_t i = 0; i < std::size(flags); ++i) *flags[i] = given[2 + i] == Py_True;
+    const auto plain = [&](PyObject* object, const Tensor*& to) {
+      if (!THPVariable_CheckExact(object)) return false;
+      to = &THPVariable_Unpack(object);
+      return dense(*to) && to->device() == a.x->device() && to->scalar_type() == a.x->scalar_type() && !at::GradMode::is_enabled();
+    };
+    if (!plain(given[0], dy) || !plain(given[1], preact) || !preact->is_contiguous()) return false;
+    const int64_t rows = a.rows(), hidden = a.hidden;
+    if (dy->numel() != rows * hidden || dy->size(-1) != hidden || preact->numel() != 2 * rows * hidden) return false;
+    if (preact->dim() != (a.w_gate == nullptr ? 2 : 3)) return false;
+    if (onednn && a.kind == FLOAT32 && 2 * hidden * a.x->numel() >= ONEDNN_WORTH) return false;  // its choices are Python's
+    return dy->dim() == 2 ? dy->stride(1) == 1 : dy->is_contiguous();
+  }
+};
+
+// dx, dW, dW of the gate, db, db of the gate; undefined where not wanted.
+std::array<Tensor, 5> backward(const Arguments& a, const Wanted& wanted) {
+  const GilReleased no_gil;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const int64_t rows = a.rows(), hidden = a.hidden;
+  const bool apart = a.w_gate != nullptr;
+  const Tensor x = matrix(a), dy = wanted.dy->dim() == 2 ? *wanted.dy : wanted.dy->view({rows, hidden});
+  if (wanted.overwrite) wanted.preact->unsafeGetTensorImpl()->bump_version();  // `overwritten` of _autograd.py
+  const Tensor dpreact = wanted.overwrite ? *wanted.preact : at::empty_like(*wanted.preact);
+  const auto [u, g] = split(a, *wanted.preact);
+  const auto [du, dg] = split(a, dpreact);
+  Tensor sums;
+  if (wanted.bias) {
+    const int64_t parts = (rows + ROW_MULTIPLE - 1) / ROW_MULTIPLE;
+    sums = empty(x, {parts, 2, hidden}, {2 * hidden, hidden, 1}, at::kFloat);
+  }
+  const Call call{u.const_data_ptr(), g.const_data_ptr(), dy.const_data_ptr(), nullptr, du.mutable_data_ptr(), dg.mutable_data_ptr(),
+                  wanted.bias ? sums.mutable_data_ptr<float>() : nullptr, u.stride(0), dy.stride(0), 0, du.stride(0), rows, hidden,
+                  a.kind, a.activation, at::get_num_threads(), parallel};
+  run(&call);
+  std::array<Tensor, 5> found;
+  auto& [dx, dweight, dgate, db, db_gate] = found;
+  if (wanted.x) {
+    dx = at::mm(apart ? du : dpreact, *a.weight);
+    if (apart) dx.addmm_(dg, *a.w_gate);
+    dx = dx.view(a.x->sizes());
+  }
+  if (wanted.weight) dweight = at::mm((apart ? du : dpreact).t(), x);
+  if (wanted.w_gate) dgate = at::mm(dg.t(), x);
+  if (wanted.bias) {
+    const Tensor sum = at::sum(sums, at::IntArrayRef{0}).to(x.scalar_type());  // value first
+    if (apart) db = sum.select(0, 0), db_gate = sum.select(0, 1);
+    else db = (a.gate_first ? sum.flip({0}) : sum).view({2 * hidden});
+  }
+  return found;
 }
 
 void all(Py_ssize_t count) {
@@ -131,6 +239,35 @@ PyObject* gated_linear(PyObject*, PyObject* const* given, Py_ssize_t count) {
   const gpu::Choice* const found = gpu::find(a, operands);
   if (found == nullptr || found->run == nullptr) Py_RETURN_NONE;
   return recorded([&, choice = *found] { return gpu::launched(a, operands, choice); });
+  END_HANDLE_TH_ERRORS
+}
+
+// kept(the arguments of a call): y and both pre-activations.
+PyObject* kept(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  all(count);
+  Arguments a;
+  if (!a.read(given) || a.on_gpu() || run == nullptr) Py_RETURN_NONE;
+  RECORD_FUNCTION("fusewise::gated_linear_preact", (std::vector<c10::IValue>{*a.x}));
+  const auto [y, preact] = keeping(a);
+  return Py_BuildValue("NN", THPVariable_Wrap(y), THPVariable_Wrap(preact));
+  END_HANDLE_TH_ERRORS
+}
+
+// gradients(dy, both pre-activations, whether to overwrite them, whether the gradients of x, weight, w_gate and the biases are wanted,
+// the arguments of the call): a tuple of those of x, weight, w_gate, bias and b_gate.
+PyObject* gradients(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  constexpr Py_ssize_t before = 7;
+  all(count - before);
+  Arguments a;
+  Wanted wanted;
+  if (!a.read(given + before) || a.on_gpu() || run == nullptr || !wanted.read(given, a)) Py_RETURN_NONE;
+  RECORD_FUNCTION("fusewise::gated_linear_grad", (std::vector<c10::IValue>{*wanted.dy}));
+  const std::array<Tensor, 5> found = backward(a, wanted);
+  PyObject* const tuple = PyTuple_New(found.size());
+  for (size_t i = 0; i < found.size(); ++i) PyTuple_SET_ITEM(tuple, i, THPVariable_Wrap(found[i]));  // None where undefined
+  return tuple;
   END_HANDLE_TH_ERRORS
 }
 
@@ -174,6 +311,8 @@ PyObject* on_cpu(PyObject*, PyObject* given) {
 
 PyMethodDef methods[] = {
     {"gated_linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(gated_linear)), METH_FASTCALL, nullptr},
+    {"kept", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(kept)), METH_FASTCALL, nullptr},
+    {"gradients", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(gradients)), METH_FASTCALL, nullptr},
     {"new", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(is_new)), METH_FASTCALL, nullptr},
     {"remember", remember, METH_VARARGS, nullptr},
     {"on_cpu", on_cpu, METH_VARARGS, nullptr},
