@@ -155,6 +155,14 @@ def joined(value: Tensor, gate: Tensor, like: Tensor, spec: Spec) -> tuple[Tenso
     return torch.stack(halves, dim=0 if spec.fused else 1).reshape(like.shape), None
 
 
+def kept(x_MD: Tensor, weights: Sequence[Tensor | None], text: str, impl: str) -> tuple[Tensor, Tensor]:
+    """y and both pre-activations in one tensor."""
+    made = None
+    if not torch.compiler.is_compiling():
+        made = _host.kept(*_host.arguments_of(x_MD, weights, Spec.decode(text), impl))
+    return _op.op_gated_linear_preact(x_MD, *weights, text, impl) if made is None else made
+
+
 class GatedLinear(torch.autograd.Function):
     """y = u · act(g). Saved for backward: x and the weights, and with `save="preact"` both pre-activations."""
 
@@ -164,18 +172,13 @@ class GatedLinear(torch.autograd.Function):
         x_MD = rows(x)
         hidden = features_out(weights[0], weights[1])
         saved: Sequence[Tensor] = ()
-        made = None
-        if save == "preact" and not torch.compiler.is_compiling() and not large(x_MD, hidden):
-            made = _host.kept(*_host.arguments_of(x_MD, weights, Spec.decode(text), impl))
-        if made is not None:
-            y, *saved = made
-        elif save == "input":
+        if save == "input":
             y = _op.op_gated_linear(x_MD, *weights, text, impl)
         elif unaligned(x_MD, hidden) or keeps_apart(x_MD, hidden, weights[1] is not None):
             saved = two_matrices(x_MD, hidden)
             y = _op.op_gated_linear_preact_into(x_MD, *weights, text, impl, *[part[:, :hidden] for part in saved])
         else:
-            y, *saved = _op.op_gated_linear_preact(x_MD, *weights, text, impl)
+            y, *saved = kept(x_MD, weights, text, impl)
         save_tensors(ctx, (x, *weights, *saved))
         ctx.rest = text, impl, seen_by_hooks()
         return shaped(y, x)

@@ -26,7 +26,7 @@ class GatedMLP(torch.autograd.Function):
         *weights, w_down, b_down, text, impl, save = rest
         x_MD = rows(x)
         if save == "preact":
-            y, preact = _op.op_gated_linear_preact(x_MD, *weights, text, impl)
+            y, preact = _autograd.kept(x_MD, weights, text, impl)
         else:
             y, preact = _op.op_gated_linear(x_MD, *weights, text, impl), None
         save_tensors(ctx, (x, *weights, w_down, preact))
@@ -44,7 +44,7 @@ class GatedMLP(torch.autograd.Function):
         x_MD, dz_MO = rows(x), rows(dz)
         if preact is None:
             # y is dropped at once: the next product recomputes it.
-            preact = _op.op_gated_linear_preact(x_MD, weight, weight_gate, bias, bias_gate, text, impl)[1]
+            preact = _autograd.kept(x_MD, (weight, weight_gate, bias, bias_gate), text, impl)[1]
             overwrite = type(preact) is Tensor and not torch.compiler.is_compiling()
         else:
             overwrite = _autograd.may_overwrite(preact, seen)
