@@ -159,8 +159,7 @@ def test_a_projection_without_strides_is_named_by_python() -> None:
             gated_mlp(X, W[:6], W[6:], down, activation="silu")
 
 
-def test_an_mlp_that_is_trained_is_pythons() -> None:
-    """Whichever of its tensors requires grad."""
+def test_an_mlp_is_trained_whichever_tensor_requires_grad() -> None:
     given = [X, W[:6], W[6:], torch.randn(7, 6)]
     for i in range(4):
         mine = [t.clone().requires_grad_() if i == j else t for j, t in enumerate(given)]
@@ -170,10 +169,10 @@ def test_an_mlp_that_is_trained_is_pythons() -> None:
             assert_bits(gated_mlp(*mine, activation="silu"), z.detach())
 
 
-def trained(made: dict[str, Any], dy: Tensor, **options: Any) -> list[Tensor | None]:
+def trained(made: dict[str, Any], dy: Tensor, function: Any = gated_linear, **options: Any) -> list[Tensor | None]:
     """y and the gradients of the tensors in `made` that require them."""
     given = {name: None if t is None else t.detach().requires_grad_(t.requires_grad) for name, t in made.items()}
-    y = gated_linear(**given, **options)
+    y = function(**given, **options)
     y.backward(dy)
     return [y.detach(), *(None if t is None else t.grad for t in given.values())]
 
@@ -183,7 +182,7 @@ def no_operators(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Forbids calls of the operators that save pre-activations or take their gradient."""
 
     def forbid() -> None:
-        for name in ("op_gated_linear_preact", "op_grad", "op_grad_"):
+        for name in ("op_gated_linear_preact", "op_grad", "op_grad_", "op_down_grad", "op_down_grad_"):
             monkeypatch.setattr(_op, name, lambda *_: pytest.fail("by an operator"))
 
     return forbid
@@ -211,6 +210,73 @@ def test_training_has_the_bits_of_python(form: str, dtype: torch.dtype, no_opera
             assert (ours is None) == (theirs is None)
             if ours is not None:
                 assert_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("form", ["stacked", "stacked bias", "separate", "separate bias"])
+@pytest.mark.parametrize("save", ["preact", "input"])
+def test_training_an_mlp_has_the_bits_of_python(
+    save: str, form: str, dtype: torch.dtype, no_operators: Callable[[], None]
+) -> None:
+    cases = []
+    large = [] if dtype == torch.float32 else [((600,), 8, 16400)]  # whose y is computed in chunks, too
+    for rows, features, hidden in [((2, 3), 16, 24), ((70,), 9, 20), *large]:
+        unit = operands(rows, features, hidden, dtype, form)
+        made = {
+            "x": unit["x"],
+            "w_gate": unit["weight"],
+            "b_gate": unit["bias"],
+            "w_up": unit.get("w_gate"),
+            "b_up": unit.get("b_gate"),
+        }
+        made |= {
+            "w_down": torch.randn(7, hidden).to(dtype),
+            "b_down": torch.randn(7).to(dtype) if "bias" in form else None,
+        }
+        made = {name: None if t is None else t.requires_grad_() for name, t in made.items()}
+        dz = torch.randn(*rows, 7).to(dtype)
+        for gate_first in (False, True)[: 1 if "separate" in form else 2]:
+            options = {"activation": "silu", "gate_first": gate_first, "save": save}
+            cases.append((made, dz, options, by_python(trained, made, dz, gated_mlp, **options)))
+    no_operators()
+    for made, dz, options, expected in cases:
+        for ours, theirs in zip(trained(made, dz, gated_mlp, **options), expected, strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                assert_bits(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "wanted", ["x", "w_gate", "w_up", "b_gate", "b_up", "w_down", "b_down", "w_down b_up", "x b_down"]
+)
+def test_only_wanted_gradients_of_an_mlp_are_computed(wanted: str, no_operators: Callable[[], None]) -> None:
+    shapes = {
+        "x": (5, 8),
+        "w_gate": (6, 8),
+        "w_up": (6, 8),
+        "b_gate": (6,),
+        "b_up": (6,),
+        "w_down": (7, 6),
+        "b_down": (7,),
+    }
+    made = {name: torch.randn(shape).requires_grad_(name in wanted.split()) for name, shape in shapes.items()}
+    dz = torch.randn(5, 7)
+    expected = by_python(trained, made, dz, gated_mlp, activation="silu")
+    no_operators()
+    found = trained(made, dz, gated_mlp, activation="silu")
+    assert [t is not None for t in found[1:]] == [name in wanted.split() for name in made]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours is None if theirs is None else torch.equal(ours, theirs)
+
+
+def test_a_down_projection_with_strided_rows_is_trained(no_operators: Callable[[], None]) -> None:
+    made = {"x": X.clone(), "w_gate": W[:6].clone(), "w_up": W[6:].clone(), "w_down": torch.randn(14, 12)[::2, :6]}
+    made = {name: t.requires_grad_() for name, t in made.items()}
+    dz = torch.randn(3, 7)
+    expected = by_python(trained, made, dz, gated_mlp, activation="gelu")
+    no_operators()
+    for ours, theirs in zip(trained(made, dz, gated_mlp, activation="gelu"), expected, strict=True):
+        assert ours is not None and theirs is not None and torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("wanted", ["x", "weight", "w_gate", "bias", "b_gate", "x b_gate", "weight bias"])
@@ -293,8 +359,9 @@ def test_a_profile_shows_what_training_computes() -> None:
     x = X.clone().requires_grad_()
     with torch.profiler.profile() as profile:
         gated_linear(x, W, activation="silu").sum().backward()
+        gated_mlp(x, W, None, W[:7, :6], activation="silu").sum().backward()
     names = {event.name for event in profile.events()}
-    assert {"fusewise::gated_linear_preact", "fusewise::gated_linear_grad"} <= names
+    assert {f"fusewise::gated_linear_{name}" for name in ("preact", "grad", "down_grad")} <= names
 
 
 def test_inference_is_pythons_where_gradients_are_recorded() -> None:

@@ -1,8 +1,10 @@
-"""Host fast path of the gated linear unit: `host.cpp` serves inference calls of `gated_linear` and `geglu_linear`, and
-the unit in those of `gated_mlp`.
+"""Host fast path of the gated linear unit: `host.cpp` serves inference calls of `gated_linear` and `geglu_linear`, the unit in
+those of `gated_mlp`, and on a CPU what their autograd functions compute.
 
     done = _host.gated_linear(*arguments)       # None: unsupported, or new on a GPU; continue in Python
     _host.remember(*arguments)                  # after the first call
+    made = _host.kept(*arguments)               # y and both pre-activations, or None
+    done = _host.gradients(dy, made[1], …)      # the gradients, or None; behind a down projection `mlp_gradients`
 
 If it is not built, and for every other call, Python serves: slower, with the same result.
 """
@@ -30,6 +32,8 @@ gated_linear: Callable[..., Tensor | None] = host.not_loaded
 kept: Callable[..., tuple[Tensor, Tensor] | None] = host.not_loaded
 #: The gradients from dy and these, see `host.cpp`; None: continue in Python. Not on a GPU.
 gradients: Callable[..., tuple[Tensor | None, ...] | None] = host.not_loaded
+#: The same behind a down projection, from dz.
+mlp_gradients: Callable[..., tuple[Tensor | None, ...] | None] = host.not_loaded
 #: Takes the same arguments; whether this is a GPU call that can be cached and is not cached yet.
 _new: Callable[..., Any] = host.not_loaded
 _with_gate = False  # whether the extension has the CPU gate
@@ -50,8 +54,9 @@ def extension() -> Any:
         BuildError: it cannot be built here.
     """
     module = host.loaded(PYFUNCTYPE(py_object)(("fusewise_gated_host", build.library(*recipe())))())
-    global gated_linear, kept, gradients, _new
-    gated_linear, kept, gradients, _new = module.gated_linear, module.kept, module.gradients, module.new
+    global gated_linear, kept, gradients, mlp_gradients, _new
+    gated_linear, kept = module.gated_linear, module.kept
+    gradients, mlp_gradients, _new = module.gradients, module.mlp_gradients, module.new
     return module
 
 

@@ -48,10 +48,15 @@ class GatedMLP(torch.autograd.Function):
             overwrite = type(preact) is Tensor and not torch.compiler.is_compiling()
         else:
             overwrite = _autograd.may_overwrite(preact, seen)
-            if overwrite:
-                _autograd.overwritten(preact)
         wants_bias = wants[3] or wants[4]
+        if not torch.compiler.is_compiling():
+            asked = *wants[:3], wants_bias, wants[5], wants[6], w_down
+            call = _host.arguments_of(x, (weight, weight_gate, bias, bias_gate), spec, impl)
+            done = _host.mlp_gradients(dz_MO, preact, overwrite, *asked, *call)
+            if done is not None:
+                return *done, None, None, None
         if overwrite:
+            _autograd.overwritten(preact)
             y, dbias = _op.op_down_grad_(dz_MO, w_down, preact, text, impl, wants_bias)
             dpreact = preact
         else:

@@ -75,11 +75,13 @@ struct Halves {
   }
 };
 
-// Rows of a chunk of both pre-activations.
-int64_t chunk_rows(const Arguments& a) {
-  const int64_t row_bytes = 2 * a.hidden * a.x->element_size();
-  return std::min(a.rows(), std::max<int64_t>(CHUNK_ROWS, CHUNK_BYTES / row_bytes / ROW_MULTIPLE * ROW_MULTIPLE));
+// Rows of a chunk, of at most `rows`.
+int64_t chunk_rows(int64_t rows, int64_t row_bytes) {
+  return std::min(rows, std::max<int64_t>(CHUNK_ROWS, CHUNK_BYTES / row_bytes / ROW_MULTIPLE * ROW_MULTIPLE));
 }
+
+// Those of both pre-activations.
+int64_t chunk_rows(const Arguments& a) { return chunk_rows(a.rows(), 2 * a.hidden * a.x->element_size()); }
 
 // x (M, D).
 Tensor matrix(const Arguments& a) { return a.x->dim() == 2 ? *a.x : a.x->view({a.rows(), a.x->size(-1)}); }
@@ -161,48 +163,76 @@ std::pair<Tensor, Tensor> keeping(const Arguments& a) {
 
 // What a backward is asked for, besides the arguments of its call.
 struct Wanted {
-  const Tensor *dy = nullptr, *preact = nullptr;
-  bool overwrite = false, x = false, weight = false, w_gate = false, bias = false;
+  const Tensor *upstream = nullptr, *preact = nullptr, *w_down = nullptr;  // dy; behind a down projection dz
+  bool overwrite = false, x = false, weight = false, w_gate = false, bias = false, down = false, b_down = false;
 
-  bool read(PyObject* const* given, const Arguments& a) {
-    bool* const flags[] = {&overwrite, &x, &weight, &w_gate, &bias};
-    for (size_t i = 0; i < std::size(flags); ++i) *flags[i] = given[2 + i] == Py_True;
+  bool read(PyObject* const* given, bool behind_down, const Arguments& a) {
+    bool* const flags[] = {&overwrite, &x, &weight, &w_gate, &bias, &down, &b_down};
+    for (size_t i = 0; i < (behind_down ? 7 : 5); ++i) *flags[i] = given[2 + i] == Py_True;
     const auto plain = [&](PyObject* object, const Tensor*& to) {
       if (!THPVariable_CheckExact(object)) return false;
       to = &THPVariable_Unpack(object);
       return dense(*to) && to->device() == a.x->device() && to->scalar_type() == a.x->scalar_type() && !at::GradMode::is_enabled();
     };
-    if (!plain(given[0], dy) || !plain(given[1], preact) || !preact->is_contiguous()) return false;
+    if (!plain(given[0], upstream) || !plain(given[1], preact) || !preact->is_contiguous()) return false;
     const int64_t rows = a.rows(), hidden = a.hidden;
-    if (dy->numel() != rows * hidden || dy->size(-1) != hidden || preact->numel() != 2 * rows * hidden) return false;
-    if (preact->dim() != (a.w_gate == nullptr ? 2 : 3)) return false;
-    if (onednn && a.kind == FLOAT32 && 2 * hidden * a.x->numel() >= ONEDNN_WORTH) return false;  // its choices are Python's
-    return dy->dim() == 2 ? dy->stride(1) == 1 : dy->is_contiguous();
+    if (preact->dim() != (a.w_gate == nullptr ? 2 : 3) || preact->numel() != 2 * rows * hidden) return false;
+    int64_t columns = hidden, widest = 2 * a.x->size(-1);
+    if (behind_down) {
+      if (!plain(given[9], w_down) || w_down->dim() != 2 || w_down->size(1) != hidden || w_down->stride(1) != 1) return false;
+      columns = w_down->size(0), widest = std::max(widest, columns);
+    }
+    if (onednn && a.kind == FLOAT32 && rows * hidden * widest >= ONEDNN_WORTH) return false;  // its choices are Python's
+    return upstream->dim() == 2 && upstream->size(0) == rows && upstream->size(1) == columns && upstream->stride(1) == 1;
   }
 };
 
-// dx, dW, dW of the gate, db, db of the gate; undefined where not wanted.
-std::array<Tensor, 5> backward(const Arguments& a, const Wanted& wanted) {
-  const GilReleased no_gil;
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+constexpr Py_ssize_t ALONE = 7, DOWN = 10;  // values before the arguments of a call
+
+// dx, dW, dW of the gate, db, db of the gate, dW_down, db_down; undefined where not wanted.
+using Gradients = std::array<Tensor, 7>;
+
+// The gradient of both pre-activations from dy, which is in y where y is recomputed; and the sums of its columns (2, F), value first.
+Tensor gate_gradient(const Arguments& a, const Wanted& wanted, const Tensor& dpreact, const Tensor& y) {
   const int64_t rows = a.rows(), hidden = a.hidden;
-  const bool apart = a.w_gate != nullptr;
-  const Tensor x = matrix(a), dy = wanted.dy->dim() == 2 ? *wanted.dy : wanted.dy->view({rows, hidden});
-  if (wanted.overwrite) wanted.preact->unsafeGetTensorImpl()->bump_version();  // `overwritten` of _autograd.py
-  const Tensor dpreact = wanted.overwrite ? *wanted.preact : at::empty_like(*wanted.preact);
   const auto [u, g] = split(a, *wanted.preact);
   const auto [du, dg] = split(a, dpreact);
   Tensor sums;
   if (wanted.bias) {
-    const int64_t parts = (rows + ROW_MULTIPLE - 1) / ROW_MULTIPLE;
-    sums = empty(x, {parts, 2, hidden}, {2 * hidden, hidden, 1}, at::kFloat);
+    sums = empty(*a.x, {(rows + ROW_MULTIPLE - 1) / ROW_MULTIPLE, 2, hidden}, {2 * hidden, hidden, 1}, at::kFloat);
   }
-  const Call call{u.const_data_ptr(), g.const_data_ptr(), dy.const_data_ptr(), nullptr, du.mutable_data_ptr(), dg.mutable_data_ptr(),
-                  wanted.bias ? sums.mutable_data_ptr<float>() : nullptr, u.stride(0), dy.stride(0), 0, du.stride(0), rows, hidden,
-                  a.kind, a.activation, at::get_num_threads(), parallel};
-  run(&call);
-  std::array<Tensor, 5> found;
-  auto& [dx, dweight, dgate, db, db_gate] = found;
+  const int64_t row_bytes = hidden * a.x->element_size(), size = wanted.w_down == nullptr ? rows : chunk_rows(rows, row_bytes);
+  for (int64_t row = 0; row < rows; row += size) {
+    const auto of = [&](const Tensor& x) { return part(x, row, std::min(size, rows - row)); };
+    const Tensor dy = of(wanted.w_down == nullptr ? *wanted.upstream : y), before = of(u), gate = of(g);
+    if (wanted.w_down != nullptr) {
+      Tensor to = dy;
+      at::mm_out(to, of(*wanted.upstream), *wanted.w_down);
+    }
+    float* const partial = wanted.bias ? sums.mutable_data_ptr<float>() + row / ROW_MULTIPLE * 2 * hidden : nullptr;
+    const Call call{before.const_data_ptr(), gate.const_data_ptr(), dy.const_data_ptr(),
+                    wanted.w_down == nullptr ? nullptr : dy.mutable_data_ptr(), of(du).mutable_data_ptr(), of(dg).mutable_data_ptr(),
+                    partial, u.stride(0), dy.stride(0), wanted.w_down == nullptr ? 0 : dy.stride(0), du.stride(0), dy.size(0), hidden,
+                    a.kind, a.activation, at::get_num_threads(), parallel};
+    run(&call);
+  }
+  return wanted.bias ? at::sum(sums, at::IntArrayRef{0}) : sums;
+}
+
+Gradients backward(const Arguments& a, const Wanted& wanted) {
+  const GilReleased no_gil;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const bool apart = a.w_gate != nullptr;
+  if (wanted.overwrite) wanted.preact->unsafeGetTensorImpl()->bump_version();  // `overwritten` of _autograd.py
+  const Tensor x = matrix(a), dpreact = wanted.overwrite ? *wanted.preact : at::empty_like(*wanted.preact);
+  Tensor y = wanted.w_down == nullptr ? Tensor() : empty(x, {a.rows(), a.hidden}, {a.hidden, 1});
+  const Tensor sum = gate_gradient(a, wanted, dpreact, y);
+  const auto [du, dg] = split(a, dpreact);
+  Gradients found;
+  auto& [dx, dweight, dgate, db, db_gate, ddown, db_down] = found;
+  if (wanted.down) ddown = at::mm(wanted.upstream->t(), y);
+  y.reset();  // before the other gradients are allocated
+  if (wanted.b_down) db_down = at::sum(*wanted.upstream, at::IntArrayRef{0});
   if (wanted.x) {
     dx = at::mm(apart ? du : dpreact, *a.weight);
     if (apart) dx.addmm_(dg, *a.w_gate);
@@ -211,9 +241,9 @@ std::array<Tensor, 5> backward(const Arguments& a, const Wanted& wanted) {
   if (wanted.weight) dweight = at::mm((apart ? du : dpreact).t(), x);
   if (wanted.w_gate) dgate = at::mm(dg.t(), x);
   if (wanted.bias) {
-    const Tensor sum = at::sum(sums, at::IntArrayRef{0}).to(x.scalar_type());  // value first
-    if (apart) db = sum.select(0, 0), db_gate = sum.select(0, 1);
-    else db = (a.gate_first ? sum.flip({0}) : sum).view({2 * hidden});
+    const Tensor both = sum.to(x.scalar_type());  // value first
+    if (apart) db = both.select(0, 0), db_gate = both.select(0, 1);
+    else db = (a.gate_first ? both.flip({0}) : both).view({2 * a.hidden});
   }
   return found;
 }
@@ -254,21 +284,31 @@ PyObject* kept(PyObject*, PyObject* const* given, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// gradients(dy, both pre-activations, whether to overwrite them, whether the gradients of x, weight, w_gate and the biases are wanted,
-// the arguments of the call): a tuple of those of x, weight, w_gate, bias and b_gate.
-PyObject* gradients(PyObject*, PyObject* const* given, Py_ssize_t count) {
+PyObject* gradients_of(PyObject* const* given, Py_ssize_t count, Py_ssize_t before, const char* name) {
   HANDLE_TH_ERRORS
-  constexpr Py_ssize_t before = 7;
   all(count - before);
   Arguments a;
   Wanted wanted;
-  if (!a.read(given + before) || a.on_gpu() || run == nullptr || !wanted.read(given, a)) Py_RETURN_NONE;
-  RECORD_FUNCTION("fusewise::gated_linear_grad", (std::vector<c10::IValue>{*wanted.dy}));
-  const std::array<Tensor, 5> found = backward(a, wanted);
-  PyObject* const tuple = PyTuple_New(found.size());
-  for (size_t i = 0; i < found.size(); ++i) PyTuple_SET_ITEM(tuple, i, THPVariable_Wrap(found[i]));  // None where undefined
+  if (!a.read(given + before) || a.on_gpu() || run == nullptr || !wanted.read(given, before == DOWN, a)) Py_RETURN_NONE;
+  RECORD_FUNCTION(name, (std::vector<c10::IValue>{*wanted.upstream}));
+  const Gradients found = backward(a, wanted);
+  const Py_ssize_t those = before == DOWN ? 7 : 5;
+  PyObject* const tuple = PyTuple_New(those);
+  for (Py_ssize_t i = 0; i < those; ++i) PyTuple_SET_ITEM(tuple, i, THPVariable_Wrap(found[i]));  // None where undefined
   return tuple;
   END_HANDLE_TH_ERRORS
+}
+
+// gradients(dy, both pre-activations, whether to overwrite them, whether the gradients of x, weight, w_gate and the biases are wanted,
+// the arguments of the call): a tuple of those of x, weight, w_gate, bias and b_gate.
+PyObject* gradients(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  return gradients_of(given, count, ALONE, "fusewise::gated_linear_grad");
+}
+
+// The same behind a down projection: mlp_gradients(dz, …, whether those of w_down and b_down are wanted, w_down, the arguments of the
+// unit's call): a tuple that ends with those of w_down and b_down.
+PyObject* mlp_gradients(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  return gradients_of(given, count, DOWN, "fusewise::gated_linear_down_grad");
 }
 
 // new(the arguments of a call): whether it is a GPU call that can be cached and is not cached yet.
@@ -313,6 +353,7 @@ PyMethodDef methods[] = {
     {"gated_linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(gated_linear)), METH_FASTCALL, nullptr},
     {"kept", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(kept)), METH_FASTCALL, nullptr},
     {"gradients", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(gradients)), METH_FASTCALL, nullptr},
+    {"mlp_gradients", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(mlp_gradients)), METH_FASTCALL, nullptr},
     {"new", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(is_new)), METH_FASTCALL, nullptr},
     {"remember", remember, METH_VARARGS, nullptr},
     {"on_cpu", on_cpu, METH_VARARGS, nullptr},
