@@ -335,24 +335,64 @@ def test_second_order_and_batched_gradients_are_pythons() -> None:
     torch.testing.assert_close(batched, torch.stack(one))
 
 
-@pytest.mark.parametrize("change", ["a tensor", "without strides", "other dtype", "other size", "fewer arguments"])
-def test_gradients_of_other_tensors_are_not_computed(change: str) -> None:
-    """Called directly: what Python has not checked is refused."""
-    call = _host.arguments_of(X, (W, None, None, None), Spec("silu", "stacked"), "auto")
-    made = _host.kept(*call)
+CALL = _host.arguments_of(X, (W, None, None, None), Spec("silu", "stacked"), "auto")
+WANTS = False, True, True, False, False  # to overwrite; the gradients of x, weight, w_gate and the biases
+OTHERS: dict[str, Callable[[Tensor], Any]] = {
+    "not a tensor": lambda t: 1.0,
+    "a subclass": lambda t: t.as_subclass(Named),
+    "another dtype": lambda t: t.double(),
+    "fewer rows": lambda t: t[1:],
+    "more rows": lambda t: torch.cat((t, t)),
+    "fewer columns": lambda t: t[:, 1:].contiguous(),
+    "strided columns": lambda t: torch.stack((t, t), -1)[..., 0],
+    "another rank": lambda t: t[None],
+    "meta": lambda t: t.to("meta"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_gradients_of_other_tensors_are_not_computed(other: str) -> None:
+    """Called directly: what Python ensures is checked once more."""
+    made = _host.kept(*CALL)
     assert made is not None
-    y, preact = made
+    (dy, preact), change = made, OTHERS[other]
+    w_down = torch.randn(7, 6)
+    dz, down = torch.randn(3, 7), (True, True, w_down)
     with torch.no_grad():
-        wants = False, True, True, False, False
-        assert _host.gradients(y, preact, *wants, *call) is not None
-        if change == "fewer arguments":
-            with pytest.raises(TypeError, match="must have 10 arguments, got 9"):
-                _host.gradients(y, preact, *wants, *call[1:])
-            return
-        dy = {"a tensor": 1.0, "without strides": y.as_subclass(Named), "other dtype": y.double(), "other size": y[1:]}
-        assert _host.gradients(dy[change], preact, *wants, *call) is None
-        assert _host.gradients(y, dy[change], *wants, *call) is None
-    assert _host.gradients(y, preact, *wants, *call) is None  # while gradients are recorded
+        assert _host.gradients(dy, preact, *WANTS, *CALL) is not None
+        assert _host.gradients(change(dy), preact, *WANTS, *CALL) is None
+        assert _host.gradients(dy, change(preact), *WANTS, *CALL) is None
+        assert _host.mlp_gradients(dz, preact, *WANTS, *down, *CALL) is not None
+        assert _host.mlp_gradients(change(dz), preact, *WANTS, *down, *CALL) is None
+        assert _host.mlp_gradients(dz, preact, *WANTS, True, True, change(w_down), *CALL) is None
+        apart = _host.arguments_of(X, (W[:6], W[6:], None, None), Spec("silu", "separate"), "auto")
+        assert _host.gradients(dy, preact, *WANTS, *apart) is None  # whose pre-activations are two matrices
+    assert _host.gradients(dy, preact, *WANTS, *CALL) is None  # while gradients are recorded
+
+
+def test_gradients_want_all_arguments() -> None:
+    with pytest.raises(TypeError, match="must have 10 arguments, got 9"):
+        _host.gradients(X, X, *WANTS, *CALL[1:])
+    with pytest.raises(TypeError, match="must have 10 arguments, got 7"):
+        _host.mlp_gradients(X, X, *WANTS, *CALL)
+
+
+def test_products_of_the_backward_that_onednn_computes_are_pythons() -> None:
+    for rows, hidden, features in (
+        (16, 64, 512),
+        (16, 64, 511),
+    ):  # 2^20 multiplications in the unit's products, and fewer
+        x, weight = torch.randn(rows, features), torch.randn(2 * hidden, features)
+        call = _host.arguments_of(x, (weight, None, None, None), Spec("silu", "stacked"), "auto")
+        made = _host.kept(*call)
+        assert made is not None
+        with torch.no_grad():
+            done = _host.gradients(*made, *WANTS, *call)
+            assert (done is None) == (_onednn.there() and features == 512)
+            w_down = torch.randn(2 * features, hidden)
+            dz = torch.randn(rows, 2 * features)
+            done = _host.mlp_gradients(dz, made[1], *WANTS, True, False, w_down, *call)
+            assert (done is None) == (_onednn.there() and features == 512)
 
 
 def test_a_profile_shows_what_training_computes() -> None:
