@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Sequence
@@ -144,17 +145,22 @@ def test_held_memory_is_the_contract() -> None:
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="elsewhere products may take memory of their own")
 @pytest.mark.parametrize(("save", "preact"), [("preact", 0), ("input", 2)])
-def test_backward_needs_y_and_the_pre_activations(save: str, preact: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In addition to the gradients: y until that of W_down is computed, and both pre-activations if they were not saved."""
+@pytest.mark.parametrize("python", [False, True])
+def test_backward_needs_y_and_the_pre_activations(
+    python: bool, save: str, preact: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In addition to the gradients: y until that of W_down is computed, and both pre-activations if they were not saved. In
+    float32 through Python, which asks whether oneDNN is there."""
     monkeypatch.setattr(_onednn, "there", lambda: False)
-    leaves = [torch.randn(*shape, requires_grad=True) for shape in ((256, 128), (4096, 128), (4096, 128), (128, 4096))]
-    with host.through_python():  # which asks whether oneDNN is there
+    dtype = torch.float32 if python else torch.float16
+    shapes = (256, 128), (4096, 128), (4096, 128), (128, 4096)
+    leaves = [torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    dz = torch.ones((), dtype=dtype).expand(256, 128)
+    with host.through_python() if python else contextlib.nullcontext():
         for _ in range(2):  # the first call builds
             z = gated_mlp(*leaves, activation="silu", save=save)  # type: ignore[arg-type]
-            _, grown = growth(
-                lambda z=z: torch.autograd.grad(z, leaves, torch.ones(()).expand(256, 128)), torch.device("cpu")
-            )
-    y, dx, dw = 256 * 4096 * 4, 256 * 128 * 4, 4096 * 128 * 4
+            _, grown = growth(lambda z=z: torch.autograd.grad(z, leaves, dz), torch.device("cpu"))
+    y, dx, dw = (elements * dtype.itemsize for elements in (256 * 4096, 256 * 128, 4096 * 128))
     assert grown is not None and grown.peak == pytest.approx(preact * y + dw + max(y, dx + 2 * dw), rel=0.1)
 
 
