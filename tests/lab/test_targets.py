@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fusewise._shared import host
 from fusewise.lab import memory, plan, targets, truth
 from fusewise.lab.options import request as as_kept
 from fusewise.lab.plugin import Run, Unsupported
@@ -251,10 +252,11 @@ def test_the_memory_of_our_mlp_is_what_the_model_says(save, way, monkeypatch):
     run = Run(lambda *xs: p.operation(*xs, save=save))
     form = f"chunked{way}{'-recompute' if save == 'input' else ''}"
     found = p.memory(form)
-    grown = memory.peak_bytes(make_work(p, run, 1), p.device)
-    assert found["predicted_peak_bytes"] <= grown <= 1.02 * found["predicted_peak_bytes"]
     leaves = p.leaves(True)
-    held = memory.held_bytes(lambda: (run.call(*leaves),), leaves, p.device)
+    with host.through_python():  # C++ was told whether oneDNN is there when it was loaded
+        grown = memory.peak_bytes(make_work(p, run, 1), p.device)
+        held = memory.held_bytes(lambda: (run.call(*leaves),), leaves, p.device)
+    assert found["predicted_peak_bytes"] <= grown <= 1.02 * found["predicted_peak_bytes"]
     assert found["predicted_held_bytes"] == held == gated_mlp.HELD[form] * p.case.output_bytes("fp32")
 
 
