@@ -13,7 +13,7 @@ from fusewise import gated_linear, gated_mlp, geglu_linear
 from fusewise._shared import build, host
 from fusewise.ops.gated_linear import _cuda, _host, api
 
-from .test_host import quick
+from .host_calls import quick
 
 pytestmark = pytest.mark.gpu
 
