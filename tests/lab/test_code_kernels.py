@@ -256,6 +256,34 @@ def test_a_product_is_told_with_the_order_of_its_tiles(name: str, rows: int, wav
     assert product[2:] == (8192 / rows, math.ceil(waves), 1)
 
 
+@pytest.mark.parametrize(
+    ("epilogue", "passes", "waves"),
+    [  # of 6400 by 4096 features; 66 tiles of two SMs at once, eight high
+        (_cuda.tiles.GRADIENT, 4, 6),  # 256 by 96
+        (_cuda.tiles.DOWN, 4, 3),  # 256 by 192, of a single product
+        (_cuda.tiles.SIDE_160, 5, 4),  # 160 by 128
+        (_cuda.tiles.FEW, 4, 4),  # not in raster order
+    ],
+)
+def test_each_kernel_in_cuda_has_its_tiles(epilogue: int, passes: int, waves: int) -> None:
+    x, half = (
+        torch.empty(6400, 1024, device="meta", dtype=torch.bfloat16),
+        torch.empty(4096, 1024, device="meta").half(),
+    )
+    down = epilogue == _cuda.tiles.DOWN
+    given = {"x": x, "value": half.mT if down else half, "gate": None if down else half, "epilogue": epilogue}
+    product = ours._product_in_cuda(given)
+    assert product is not None and product[2:] == (passes, waves, 1)
+    assert product.weights == (1 if down else 2) * 2 * half.numel()
+
+
+def test_a_down_projection_in_triton_is_told_with_its_order() -> None:
+    dz, w_down = torch.empty(6400, 1024, device="meta").half(), torch.empty(1024, 4096, device="meta").half()
+    given = {"dz_ptr": dz, "w_ptr": w_down, "BLOCK_M": 128, "BLOCK_F": 128, "GROUP_M": 8}
+    product = ours._product_of(triton_kernels.Launch("down", given, (132,), None))
+    assert product == (2 * dz.numel(), 2 * w_down.numel(), 7, 2, 1)  # 50 rows of tiles, 16.5 of 32 columns at once
+
+
 def test_the_order_of_tiles_in_cuda_is_that_of_its_source() -> None:
     header = (Path(_cuda.__file__).parent / "tiles.cuh").read_text()
     assert f"GROUP_M = {_cuda.tiles.GROUP_M};" in header
