@@ -93,6 +93,8 @@ def test_dynamo_explains_itself():
         ("it failed:\nno such kernel\nTraceback of it:\n  File \"a.py\"\nSet TORCH_LOGS=1\nFor more, see\n ~~~ <--- HERE", "it failed: … no such kernel"),
         ("KeyError: 'x'", "KeyError: 'x'"),
         ("only a colon:", "only a colon:"),
+        ("cannot call <f at 0x7f0A12> of <X object at 0x55>", "cannot call <f> of <X object>"),
+        ("no access at 0x7f0a12", "no access at 0x7f0a12"),
         ("", "no message"),
     ],
 )  # fmt: skip

@@ -13,6 +13,8 @@ LONGEST = 600
 _WITHIN = re.compile(r"([\w.]*(Error|Exception)|Explanation): \S")
 #: A line about location or how to get more output, not about the cause.
 _BESIDE = re.compile(r'Traceback|File "|Set TORCH|For more|See http|[\^~]+( <--- HERE)?$')
+#: Where an object is in memory, as its repr says: another place in every process.
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+(?=>)")
 
 
 def reason(error: BaseException) -> str:
@@ -44,7 +46,7 @@ def text(error: BaseException) -> str:
 def _said(error: BaseException) -> list[str]:
     """The first line and, if a later line states the cause, that line. Without a message, the source line that raised
     it."""
-    lines = [line.strip() for line in text(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in _ADDRESS.sub("", text(error)).splitlines() if line.strip()]
     if not lines:
         frames = traceback.extract_tb(error.__traceback__)
         return [f"no message, raised by `{frames[-1].line}`" if frames and frames[-1].line else "no message"]
