@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 import fusewise
 from fusewise._shared import host
 from fusewise.ops.gated_linear import _op, _path
-from fusewise.ops.gated_linear._problem import SAVES
+from fusewise.ops.gated_linear._problem import SAVES, Halves
 
 X, WEIGHT = torch.randn(3, 16), torch.randn(32, 16)
 CALLS = [
@@ -103,6 +105,25 @@ def test_a_named_implementation_never_falls_back() -> None:
     spec = _op.Spec("silu", "stacked").encode()
     with pytest.raises(ValueError, match=r"gated_linear: impl must be able to serve the tensors, got 'triton'"):
         torch.ops.fusewise.gated_linear(X, WEIGHT, None, None, None, spec, "triton")  # as in a compiled graph
+
+
+def test_a_named_implementation_that_refuses_the_products_serves_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose gradient is elementwise. By choice another serves that, too."""
+    refusing = SimpleNamespace(refuses=lambda *_, **__: "too odd")
+    modules = {"cuda": refusing, "reference": _op.implementation("reference")}
+    monkeypatch.setattr(_op.choice, "able", lambda *_: modules)
+    monkeypatch.setattr(_op.choice, "serving", lambda name, *_: modules[name])
+    spec, dy, preact = _op.Spec("silu", "stacked"), torch.randn(3, 16), torch.randn(3, 32)
+    products: list[Callable[[str], Any]] = [
+        lambda impl: _op.keeping(impl, spec, X, Halves.of(spec, WEIGHT)),
+        lambda impl: _op.taking_down_gradient(impl, spec, X, torch.randn(16, 16)),
+    ]
+    for of_product in products:
+        assert of_product("auto") is modules["reference"]
+        with pytest.raises(ValueError, match="got 'cuda': too odd"):
+            of_product("cuda")
+    assert _op.taking_gradient("cuda", spec, dy, preact, preact) is refusing
+    assert _op.taking_gradient("auto", spec, dy, preact, preact) is modules["reference"]
 
 
 @pytest.mark.interpreter

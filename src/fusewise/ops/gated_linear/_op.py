@@ -94,7 +94,7 @@ def _gated_linear(x: Tensor, *weights: Any) -> Tensor:
     return y
 
 
-def _keeping(impl: str, x: Tensor, halves: Halves, spec: Spec) -> Any:
+def keeping(impl: str, spec: Spec, x: Tensor, halves: Halves) -> Any:
     """The module that serves a forward which keeps the pre-activations."""
     hidden = halves.value.shape[0]
     return having("forward", serving(impl, spec, hidden, x, halves.value, halves.gate), hidden, x)
@@ -107,7 +107,7 @@ def _gated_linear_preact(x: Tensor, *weights: Any) -> tuple[Tensor, Tensor]:
     y = _new_y(x, halves)
     preact = new_preact(x, halves.value.shape[0], spec)
     with reference.exact(x):
-        _keeping(impl, x, halves, spec).forward(x, halves, spec, y, preact)
+        keeping(impl, spec, x, halves).forward(x, halves, spec, y, preact)
     return y, preact
 
 
@@ -117,8 +117,17 @@ def _gated_linear_preact_into(x: Tensor, *rest: Any) -> Tensor:
     halves = Halves.of(spec, *tensors)
     y = _new_y(x, halves)
     with reference.exact(x):
-        _keeping(impl, x, halves, spec).forward(x, halves, spec, y, (value, gate))
+        keeping(impl, spec, x, halves).forward(x, halves, spec, y, (value, gate))
     return y
+
+
+def taking_gradient(impl: str, spec: Spec, dy: Tensor, preact: Preact, dpreact: Preact) -> Any:
+    """The module that serves the gradient of the gate. That is elementwise: a named implementation serves it even if it refuses
+    the products."""
+    hidden = dy.shape[1]
+    by_choice = impl == "auto"
+    module = serving(impl, spec, hidden, dy) if by_choice else choice.serving(impl, dy.device.type, dy.dtype)
+    return having("gradient", module, hidden, dy, *split_preact(preact, spec), *split_preact(dpreact, spec))
 
 
 def _grad(dy: Tensor, preact: Tensor, text: str, impl: str, bias: bool) -> tuple[Tensor, Tensor]:
@@ -133,11 +142,8 @@ def _grad_(dy: Tensor, value: Tensor, gate: Tensor, text: str, impl: str, bias: 
 def _grad_into(dy: Tensor, preact: Preact, dpreact: Preact, text: str, impl: str, bias: bool) -> Tensor:
     spec = Spec.decode(text)
     dbias = new_dbias(dy, dy.shape[1], bias)
-    # Elementwise: a named implementation serves this even if it refuses the products.
-    by_choice = impl == "auto"
-    module = serving(impl, spec, dy.shape[1], dy) if by_choice else choice.serving(impl, dy.device.type, dy.dtype)
-    matrices = (dy, *split_preact(preact, spec), *split_preact(dpreact, spec))
-    having("gradient", module, dy.shape[1], *matrices).gradient(dy, preact, dpreact, spec, dbias if bias else None)
+    module = taking_gradient(impl, spec, dy, preact, dpreact)
+    module.gradient(dy, preact, dpreact, spec, dbias if bias else None)
     return dbias
 
 
@@ -165,6 +171,12 @@ def _recompute_into(dpreact: Preact, dy: Tensor, x: Tensor, *rest: Any) -> Tenso
     return dbias
 
 
+def taking_down_gradient(impl: str, spec: Spec, dz: Tensor, w_down: Tensor) -> Any:
+    """The module that serves the same behind a down projection, and y."""
+    hidden = w_down.shape[1]
+    return having("down_gradient", serving(impl, spec, hidden, dz, w_down), hidden, dz)
+
+
 def _down_grad(
     dz: Tensor, w_down: Tensor, preact: Tensor, text: str, impl: str, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,8 +196,7 @@ def _down_grad_into(
     hidden = w_down.shape[1]
     y, dbias = dz.new_empty((dz.shape[0], hidden)), new_dbias(dz, hidden, bias)
     with reference.exact(dz):
-        module = serving(impl, spec, hidden, dz, w_down)
-        module = having("down_gradient", module, hidden, dz)
+        module = taking_down_gradient(impl, spec, dz, w_down)
         module.down_gradient(dz, w_down, preact, y, dpreact, spec, dbias if bias else None)
     return y, dpreact, dbias
 

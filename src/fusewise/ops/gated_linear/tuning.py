@@ -22,7 +22,7 @@ from torch import Tensor
 from .._cases import DTYPES
 from .._tuned import Job, Tuned, Watch
 from . import _op, reference
-from ._problem import Halves, Spec, new_preact, split_preact
+from ._problem import Halves, Spec, new_preact
 from .cases import GatedCase, case
 
 # How to run each kernel of a module with the functions of `reference.py`: (module, inputs, weights, outputs, dbias, spec).
@@ -34,9 +34,6 @@ _CALLS: dict[str, Callable[..., None]] = {
     "down": lambda m, i, w, o, b, s: m.down_gradient(i[0], w, i[1], *o, s, b),
 }
 KERNELS = tuple(_CALLS)
-_FUNCTIONS = {
-    "y": "forward", "preact": "forward", "gate": "gradient", "gradient": "recompute_gradient", "down": "down_gradient",
-}  # fmt: skip
 SHAPE = "M,D,F"
 IMPLS = ("gluon", "triton")  # that may be named; cuda chooses among its tiles and gluon's in calls that name none
 ROWS = 4096  # rows computed in float64 at a time
@@ -144,17 +141,15 @@ def _job(found: GatedCase, dtype: str, kernel: str, device: torch.device, impl: 
         """The module that serves a call, as its dispatch finds it."""
         if kernel == "y":
             return _op.serving(impl, spec, hidden, x, halves.value, halves.gate, alone=True)
-        matrices: tuple[Tensor, ...] = (x,)
+        if kernel == "preact":
+            return _op.keeping(impl, spec, x, halves)
         if kernel == "gate":
-            matrices = (dy, *split_preact(inputs[1], spec))
-            named = impl != "auto"
-            module = _op.choice.serving(impl, device.type, x.dtype) if named else _op.serving(impl, spec, hidden, dy)
-        elif kernel == "down":
-            matrices = (inputs[0],)
-            module = _op.serving(impl, spec, hidden, inputs[0], weights)
-        else:
-            module = _op.serving(impl, spec, hidden, x, halves.value, halves.gate)
-        return _op.having(_FUNCTIONS[kernel], module, hidden, *matrices)
+            return _op.taking_gradient(impl, spec, *inputs, *outputs)
+        if kernel == "down":
+            return _op.taking_down_gradient(impl, spec, inputs[0], weights)
+        return _op.having(
+            "recompute_gradient", _op.serving(impl, spec, hidden, x, halves.value, halves.gate), hidden, x
+        )
 
     looked_up, module = _watched(_stores(device, "CHOICE"), serving)
     store = looked_up or getattr(module, "TUNED", None)
