@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,23 @@ import torch
 from torch import Tensor
 
 from fusewise import gated_linear, gated_mlp
-from fusewise.ops.gated_linear import _host, _onednn, _op
+from fusewise.ops.gated_linear import _host, _onednn
 from fusewise.ops.gated_linear._problem import Spec
 
 from ..rope.support import assert_bits
-from .host_calls import Named, W, X, by_python, load, operands, trained
+from .host_calls import (
+    Named,
+    W,
+    X,
+    assert_same,
+    by_python,
+    forbid_operators,
+    load,
+    of_mlp,
+    operands,
+    requiring,
+    trained,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -34,13 +47,7 @@ def test_an_mlp_is_trained_whichever_tensor_requires_grad() -> None:
 
 @pytest.fixture
 def no_operators(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Forbids calls of the operators that save pre-activations or take their gradient."""
-
-    def forbid() -> None:
-        for name in ("op_gated_linear_preact", "op_grad", "op_grad_", "op_down_grad", "op_down_grad_"):
-            monkeypatch.setattr(_op, name, lambda *_: pytest.fail("by an operator"))
-
-    return forbid
+    return functools.partial(forbid_operators, monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -53,18 +60,14 @@ def test_training_has_the_bits_of_python(form: str, dtype: torch.dtype, no_opera
     for rows, features, hidden in [((2, 3), 16, 24), ((70,), 9, 20), ((3,), 16, 24), *large]:
         if "strided" in form and len(rows) > 1:
             continue
-        made = operands(rows, features, hidden, dtype, form)
-        made = {name: None if t is None else t.requires_grad_() for name, t in made.items()}
+        made = requiring(operands(rows, features, hidden, dtype, form))
         for gate_first in (False, True):
             dy = torch.randn(*rows, hidden).to(dtype)
             options = {"activation": "gelu_tanh", "gate_first": gate_first}
             cases.append((made, dy, options, by_python(trained, made, dy, **options)))
     no_operators()
     for made, dy, options, expected in cases:
-        for ours, theirs in zip(trained(made, dy, **options), expected, strict=True):
-            assert (ours is None) == (theirs is None)
-            if ours is not None:
-                assert_bits(ours, theirs)
+        assert_same(trained(made, dy, **options), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -76,29 +79,14 @@ def test_training_an_mlp_has_the_bits_of_python(
     cases = []
     large = [] if dtype == torch.float32 else [((600,), 8, 16400)]  # whose y is computed in chunks, too
     for rows, features, hidden in [((2, 3), 16, 24), ((70,), 9, 20), *large]:
-        unit = operands(rows, features, hidden, dtype, form)
-        made = {
-            "x": unit["x"],
-            "w_gate": unit["weight"],
-            "b_gate": unit["bias"],
-            "w_up": unit.get("w_gate"),
-            "b_up": unit.get("b_gate"),
-        }
-        made |= {
-            "w_down": torch.randn(7, hidden).to(dtype),
-            "b_down": torch.randn(7).to(dtype) if "bias" in form else None,
-        }
-        made = {name: None if t is None else t.requires_grad_() for name, t in made.items()}
+        made = requiring(of_mlp(operands(rows, features, hidden, dtype, form), 7))
         dz = torch.randn(*rows, 7).to(dtype)
         for gate_first in (False, True)[: 1 if "separate" in form else 2]:
             options = {"activation": "silu", "gate_first": gate_first, "save": save}
             cases.append((made, dz, options, by_python(trained, made, dz, gated_mlp, **options)))
     no_operators()
     for made, dz, options, expected in cases:
-        for ours, theirs in zip(trained(made, dz, gated_mlp, **options), expected, strict=True):
-            assert (ours is None) == (theirs is None)
-            if ours is not None:
-                assert_bits(ours, theirs)
+        assert_same(trained(made, dz, gated_mlp, **options), expected)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +114,7 @@ def test_only_wanted_gradients_of_an_mlp_are_computed(wanted: str, no_operators:
 
 def test_a_down_projection_with_strided_rows_is_trained(no_operators: Callable[[], None]) -> None:
     made = {"x": X.clone(), "w_gate": W[:6].clone(), "w_up": W[6:].clone(), "w_down": torch.randn(14, 12)[::2, :6]}
-    made = {name: t.requires_grad_() for name, t in made.items()}
+    made = requiring(made)
     dz = torch.randn(3, 7)
     expected = by_python(trained, made, dz, gated_mlp, activation="gelu")
     no_operators()
@@ -150,10 +138,7 @@ def test_only_wanted_gradients_are_computed(wanted: str, no_operators: Callable[
 
 @pytest.mark.parametrize("dy", ["a row for all", "columns of a wider one", "of one dimension less"])
 def test_upstream_gradients_of_any_strides(dy: str) -> None:
-    made = {
-        name: t if t is None else t.requires_grad_()
-        for name, t in operands((4, 5), 8, 6, torch.float32, "bias").items()
-    }
+    made = requiring(operands((4, 5), 8, 6, torch.float32, "bias"))
     upstream = {
         "a row for all": torch.randn(6).expand(4, 5, 6),
         "columns of a wider one": torch.randn(4, 5, 9)[..., 2:8],
@@ -223,6 +208,19 @@ def test_gradients_of_other_tensors_are_not_computed(other: str) -> None:
         apart = _host.arguments_of(X, (W[:6], W[6:], None, None), Spec("silu", "separate"), "auto")
         assert _host.gradients(dy, preact, *WANTS, *apart) is None  # whose pre-activations are two matrices
     assert _host.gradients(dy, preact, *WANTS, *CALL) is None  # while gradients are recorded
+
+
+def test_calls_on_a_cpu_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _host.kept(*CALL)
+    assert made is not None
+    monkeypatch.setattr(_host, "extension", lambda: pytest.fail("asked to remember"))
+    with torch.no_grad():
+        _host.remember(_host.ONLY_Y, *CALL)
+        _host.remember(_host.KEEPING, *CALL)
+        _host.remember(_host.BACKWARD, *made, *WANTS, *CALL)
+        _host.remember(_host.MLP_BACKWARD, torch.randn(3, 7), made[1], *WANTS, True, True, torch.randn(7, 6), *CALL)
+    with pytest.raises(TypeError, match="must have 10 arguments, got 3"):
+        _host.remember(_host.BACKWARD, *CALL)
 
 
 def test_gradients_want_all_arguments() -> None:

@@ -157,10 +157,13 @@ def joined(value: Tensor, gate: Tensor, like: Tensor, spec: Spec) -> tuple[Tenso
 
 def kept(x_MD: Tensor, weights: Sequence[Tensor | None], text: str, impl: str) -> tuple[Tensor, Tensor]:
     """y and both pre-activations in one tensor."""
-    made = None
-    if not torch.compiler.is_compiling():
-        made = _host.kept(*_host.arguments_of(x_MD, weights, Spec.decode(text), impl))
-    return _op.op_gated_linear_preact(x_MD, *weights, text, impl) if made is None else made
+    asked = None if torch.compiler.is_compiling() else _host.arguments_of(x_MD, weights, Spec.decode(text), impl)
+    made = None if asked is None else _host.kept(*asked)
+    if made is None:
+        made = _op.op_gated_linear_preact(x_MD, *weights, text, impl)
+        if asked is not None:
+            _host.remember(_host.KEEPING, *asked)
+    return made
 
 
 class GatedLinear(torch.autograd.Function):
@@ -200,9 +203,11 @@ class GatedLinear(torch.autograd.Function):
         # Not `saved and`: Dynamo of torch 2.11 has no truth of tuples.
         overwrites = len(saved) > 0 and may_overwrite(saved[0], seen)
         hidden = dy_MF.shape[1]
+        asked = None
         if len(saved) == 1 and not torch.compiler.is_compiling():
             wanted = *ctx.needs_input_grad[:3], wants_bias
-            done = _host.gradients(dy_MF, saved[0], overwrites, *wanted, *_host.arguments_of(x, tensors, spec, impl))
+            asked = dy_MF, saved[0], overwrites, *wanted, *_host.arguments_of(x, tensors, spec, impl)
+            done = _host.gradients(*asked)
             if done is not None:
                 return *done, None, None, None
         if len(saved) == 0 and (large(x_MD, hidden) or unaligned(x_MD, 2 * hidden if spec.fused else hidden)):
@@ -224,6 +229,8 @@ class GatedLinear(torch.autograd.Function):
             dbias = _op.op_grad_(dy_MF, *split_preact(dpreact, spec), text, impl, wants_bias)
         else:
             dpreact, dbias = _op.op_grad(dy_MF, saved[0], text, impl, wants_bias)
+        if asked is not None:
+            _host.remember(_host.BACKWARD, *asked)
         return *backward_products(ctx, x, x_MD, weight, weight_gate, bias, dpreact, dbias, spec), None, None, None
 
 

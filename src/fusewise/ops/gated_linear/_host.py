@@ -1,10 +1,10 @@
 """Host fast path of the gated linear unit: `host.cpp` serves inference calls of `gated_linear` and `geglu_linear`, the unit in
-those of `gated_mlp`, and on a CPU what their autograd functions compute.
+those of `gated_mlp`, and what their autograd functions compute.
 
-    done = _host.gated_linear(*arguments)       # None: unsupported, or new on a GPU; continue in Python
-    _host.remember(*arguments)                  # after the first call
-    made = _host.kept(*arguments)               # y and both pre-activations, or None
-    done = _host.gradients(dy, made[1], …)      # the gradients, or None; behind a down projection `mlp_gradients`
+    done = _host.gated_linear(*arguments)                # None: unsupported, or new on a GPU; continue in Python
+    _host.remember(_host.ONLY_Y, *arguments)             # after the first call
+    made = _host.kept(*arguments)                        # y and both pre-activations, or None
+    done = _host.gradients(dy, made[1], …, *arguments)   # the gradients, or None; behind a down projection `mlp_gradients`
 
 If it is not built, and for every other call, Python serves: slower, with the same result.
 """
@@ -23,18 +23,22 @@ from ..._shared import build, cpu, host
 from . import _chunks, _onednn
 from ._problem import Halves, Spec, rows
 
+#: What the extension's functions compute: y, y and both pre-activations, the gradients, those behind a down projection. As in
+#: `host_call.h`.
+ONLY_Y, KEEPING, BACKWARD, MLP_BACKWARD = range(4)
+
 _NAMES = ("host.cpp", "host_call.h", "host_gpu.h", "_cpu/gate.h", "_cuda/plan.h")
 SOURCES = (*(Path(__file__).parent / name for name in _NAMES), host.HEADER)
 
 #: The extension's function once it is loaded: takes the arguments of `api.gated_linear` in order, returns y or None.
 gated_linear: Callable[..., Tensor | None] = host.not_loaded
-#: Takes the same arguments; y and both pre-activations in one tensor, or None. Not on a GPU.
+#: Takes the same arguments; y and both pre-activations in one tensor, or None.
 kept: Callable[..., tuple[Tensor, Tensor] | None] = host.not_loaded
-#: The gradients from dy and these, see `host.cpp`; None: continue in Python. Not on a GPU.
+#: The gradients from dy and these, see `host.cpp`; None: continue in Python.
 gradients: Callable[..., tuple[Tensor | None, ...] | None] = host.not_loaded
 #: The same behind a down projection, from dz.
 mlp_gradients: Callable[..., tuple[Tensor | None, ...] | None] = host.not_loaded
-#: Takes the same arguments; whether this is a GPU call that can be cached and is not cached yet.
+#: Takes one of the four and the arguments of its function; whether this is a GPU call that can be cached and is not cached yet.
 _new: Callable[..., Any] = host.not_loaded
 _with_gate = False  # whether the extension has the CPU gate
 
@@ -106,17 +110,24 @@ def arguments_of(x: Tensor, weights: Sequence[Tensor | None], spec: Spec, impl: 
     return x, weight, bias, spec.activation, w_gate, b_gate, layout, spec.gate_first, "preact", impl
 
 
-def remember(*arguments: Any) -> None:
-    """Cache the implementation chosen for a call that Python has just served: the next such call goes directly to its
-    launcher, or to Python at once if it has none. `arguments` as above."""
-    if not _new(*arguments):
+def remember(job: int, *asked: Any) -> None:
+    """Cache the implementation chosen for what Python has just served: when the function of `job` is next asked for the like, it
+    goes directly to the launcher, or to Python at once if there is none. `asked` are its arguments."""
+    if not _new(job, *asked):
         return
     from . import _op
 
-    x, weight, _, activation, w_gate, _, layout, gate_first, _, impl = arguments
+    *given, x, weight, _, activation, w_gate, _, layout, gate_first, _, impl = asked
     spec = Spec(activation, "separate" if w_gate is not None else layout, gate_first)
-    value, gate, *_ = Halves.of(spec, weight, w_gate)
-    matrix = rows(x)
-    serving = _op.serving(impl, spec, value.shape[0], matrix, value, gate, alone=True)
+    halves, matrix = Halves.of(spec, weight, w_gate), rows(x)
+    hidden = halves.value.shape[0]
+    if job == ONLY_Y:
+        kernel, serving = "y", _op.serving(impl, spec, hidden, matrix, halves.value, halves.gate, alone=True)
+    elif job == KEEPING:
+        kernel, serving = "preact", _op.keeping(impl, spec, matrix, halves)
+    elif job == BACKWARD:
+        kernel, serving = "gate", _op.taking_gradient(impl, spec, given[0], given[1], given[1])
+    else:
+        kernel, serving = "down", _op.taking_down_gradient(impl, spec, given[0], given[-1])
     launcher = getattr(serving, "launcher", None)
-    extension().remember(arguments, *(launcher(matrix, value.shape[0], activation) if launcher else (0, 0, 0, 0)))
+    extension().remember(job, asked, *(launcher(kernel, matrix, hidden, activation) if launcher else (0, 0, 0, 0)))

@@ -49,10 +49,12 @@ class GatedMLP(torch.autograd.Function):
         else:
             overwrite = _autograd.may_overwrite(preact, seen)
         wants_bias = wants[3] or wants[4]
+        asked = None
         if not torch.compiler.is_compiling():
-            asked = *wants[:3], wants_bias, wants[5], wants[6], w_down
+            wanted = *wants[:3], wants_bias, wants[5], wants[6], w_down
             call = _host.arguments_of(x, (weight, weight_gate, bias, bias_gate), spec, impl)
-            done = _host.mlp_gradients(dz_MO, preact, overwrite, *asked, *call)
+            asked = dz_MO, preact, overwrite, *wanted, *call
+            done = _host.mlp_gradients(*asked)
             if done is not None:
                 return *done, None, None, None
         if overwrite:
@@ -61,6 +63,8 @@ class GatedMLP(torch.autograd.Function):
             dpreact = preact
         else:
             y, dpreact, dbias = _op.op_down_grad(dz_MO, w_down, preact, text, impl, wants_bias)
+        if asked is not None:
+            _host.remember(_host.MLP_BACKWARD, *asked)
         dw_down = db_down = None
         with reference.exact(x):
             if wants[5]:

@@ -178,7 +178,7 @@ def gated_mlp(
         return functional.linear(reference.formula(x, Halves.of(decoded, *weights), decoded.activation), w_down, b_down)
     z = _mlp.apply(x, weights, (w_down, b_down), spec, impl, save)
     if not traced() and not z.requires_grad:
-        _host.remember(*unit)
+        _host.remember(_host.ONLY_Y, *unit)
     return z
 
 
@@ -194,7 +194,7 @@ def _gated(op: str, *arguments: Any) -> Tensor:
     spec = validated(op, x, tensors, (activation, *options, save, impl))
     y = _run(op, x, (weight, w_gate, bias, b_gate), spec, save, impl)
     if not traced():
-        _host.remember(*arguments)
+        _host.remember(_host.ONLY_Y, *arguments)
     return y
 
 

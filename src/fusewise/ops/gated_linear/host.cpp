@@ -1,11 +1,11 @@
 // Host fast path: an inference call of `geglu_linear` or `gated_linear` goes from its arguments to the kernels without running
 // Python. On a CPU these are the products and the gate of `_cpu`: 3 µs of host overhead per call instead of 30, and with cold
 // caches 0.1 ms instead of 0.4. On a GPU it is the launch of `_cuda`: `host_gpu.h`. Of a call that records gradients the autograd
-// function stays in Python (`_autograd.py`); on a CPU what it computes, forward and backward, is here, too.
+// functions stay in Python (`_autograd.py`, `_mlp.py`); what they compute, forward and backward, is here, too.
 //
-// Supported are plain tensors of one dtype, one weight in layout "stacked" or two weights, without autograd, modes or transforms
-// (`host_call.h`). Any other call returns None at once, without side effects, and the caller continues in Python (`api.py`), the
-// only place that raises.
+// Supported are plain tensors of one dtype, one weight in layout "stacked" or two weights, without modes or transforms
+// (`host_call.h`); on a GPU once Python has served such a call. Any other call returns None at once, without side effects, and the
+// caller continues in Python, the only place that raises.
 
 #define PY_SSIZE_T_CLEAN
 #include <ATen/Parallel.h>
@@ -123,6 +123,36 @@ void forward(const Arguments& a, const Tensor& x, const Tensor& y) {
   }
 }
 
+// What a function is asked for, and what computes it on a GPU.
+struct Asked {
+  const Job job;
+  Arguments a{};
+  Wanted wanted{};
+  std::optional<gpu::Operands> operands{};  // on a GPU
+  gpu::Choice choice{};                     // on a GPU, if it is served here
+
+  // Whether the arguments of the job's function are supported.
+  bool read(PyObject* const* given, Py_ssize_t count) {
+    const Py_ssize_t before = BEFORE[job], left = count - before;
+    TORCH_CHECK_TYPE(left == COUNT, "gated_linear: the host function must have ", int(COUNT), " arguments, got ", left);
+    if (!a.read(given + before) || (before > 0 && !wanted.read(given, job == MLP_BACKWARD, a))) return false;
+    if (a.on_gpu()) operands.emplace(a, wanted);
+    return true;
+  }
+
+  // Whether it is also served here, rather than by Python.
+  bool served(PyObject* const* given, Py_ssize_t count) {
+    if (!read(given, count)) return false;
+    if (!a.on_gpu()) {  // which of a backward's products oneDNN computes is for Python to say
+      return run != nullptr && !(onednn && a.kind == FLOAT32 && wanted.multiplications >= ONEDNN_WORTH);
+    }
+    const gpu::Choice* const found = gpu::find(job, a, *operands);
+    if (found == nullptr || found->run == nullptr) return false;
+    choice = *found;
+    return true;
+  }
+};
+
 // y for tensors on a CPU.
 Tensor computed(const Arguments& a) {
   const GilReleased no_gil;
@@ -133,20 +163,15 @@ Tensor computed(const Arguments& a) {
 }
 
 // u and g, (M, F) each, of both pre-activations: `split_preact`.
-std::pair<Tensor, Tensor> split(const Arguments& a, const Tensor& preact) {
+gpu::Pair split(const Arguments& a, const Tensor& preact) {
   if (a.w_gate != nullptr) return {preact.select(0, 0), preact.select(0, 1)};
   const auto half = [&](int64_t index) { return preact.narrow(1, index * a.hidden, a.hidden); };
   return {half(a.gate_first), half(!a.gate_first)};
 }
 
-// y and both pre-activations, which are in one tensor: `forward` of _chunks.py that keeps them.
-std::pair<Tensor, Tensor> keeping(const Arguments& a) {
-  const GilReleased no_gil;
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const int64_t rows = a.rows(), hidden = a.hidden, size = chunk_rows(a);
-  const Tensor x = matrix(a), y = empty(x, {rows, hidden}, {hidden, 1});
-  const Tensor preact = a.w_gate == nullptr ? empty(x, {rows, 2 * hidden}, {2 * hidden, 1})
-                                            : empty(x, {2, rows, hidden}, {rows * hidden, hidden, 1});
+// y and both pre-activations of x (M, D): `forward` of _chunks.py that keeps them.
+void forward(const Arguments& a, const Tensor& x, const Tensor& y, const Tensor& preact) {
+  const int64_t rows = x.size(0), size = chunk_rows(a);
   const auto [u, g] = split(a, preact);
   for (int64_t row = 0; row < rows; row += size) {
     const int64_t count = std::min(size, rows - row);
@@ -158,45 +183,33 @@ std::pair<Tensor, Tensor> keeping(const Arguments& a) {
     }
     gate(a, part(y, row, count), value, of_gate);
   }
-  return {shaped(a, y), preact};
 }
 
-// What a backward is asked for, besides the arguments of its call.
-struct Wanted {
-  const Tensor *upstream = nullptr, *preact = nullptr, *w_down = nullptr;  // dy; behind a down projection dz
-  bool overwrite = false, x = false, weight = false, w_gate = false, bias = false, down = false, b_down = false;
-
-  bool read(PyObject* const* given, bool behind_down, const Arguments& a) {
-    bool* const flags[] = {&overwrite, &x, &weight, &w_gate, &bias, &down, &b_down};
-    for (size_t i = 0; i < (behind_down ? 7 : 5); ++i) *flags[i] = given[2 + i] == Py_True;
-    const auto plain = [&](PyObject* object, const Tensor*& to) {
-      if (!THPVariable_CheckExact(object)) return false;
-      to = &THPVariable_Unpack(object);
-      return dense(*to) && to->device() == a.x->device() && to->scalar_type() == a.x->scalar_type() && !at::GradMode::is_enabled();
-    };
-    if (!plain(given[0], upstream) || !plain(given[1], preact) || !preact->is_contiguous()) return false;
-    const int64_t rows = a.rows(), hidden = a.hidden;
-    if (preact->dim() != (a.w_gate == nullptr ? 2 : 3) || preact->numel() != 2 * rows * hidden) return false;
-    int64_t columns = hidden, widest = 2 * a.x->size(-1);
-    if (behind_down) {
-      if (!plain(given[9], w_down) || w_down->dim() != 2 || w_down->size(1) != hidden || w_down->stride(1) != 1) return false;
-      columns = w_down->size(0), widest = std::max(widest, columns);
-    }
-    if (onednn && a.kind == FLOAT32 && rows * hidden * widest >= ONEDNN_WORTH) return false;  // its choices are Python's
-    return upstream->dim() == 2 && upstream->size(0) == rows && upstream->size(1) == columns && upstream->stride(1) == 1;
-  }
-};
-
-constexpr Py_ssize_t ALONE = 7, DOWN = 10;  // values before the arguments of a call
+// y and both pre-activations, which are in one tensor.
+std::pair<Tensor, Tensor> keeping(const Asked& asked) {
+  const Arguments& a = asked.a;
+  const OnDevice on_device(a.x->device());
+  const GilReleased no_gil;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const int64_t rows = a.rows(), hidden = a.hidden;
+  const Tensor y = empty(*a.x, {rows, hidden}, {hidden, 1});
+  const Tensor preact = a.w_gate == nullptr ? empty(*a.x, {rows, 2 * hidden}, {2 * hidden, 1})
+                                            : empty(*a.x, {2, rows, hidden}, {rows * hidden, hidden, 1});
+  if (a.on_gpu()) {
+    const auto [u, g] = split(a, preact);
+    gpu::forward(a, *asked.operands, asked.choice, y, u, g);
+  } else forward(a, matrix(a), y, preact);
+  return {shaped(a, y), preact};
+}
 
 // dx, dW, dW of the gate, db, db of the gate, dW_down, db_down; undefined where not wanted.
 using Gradients = std::array<Tensor, 7>;
 
 // The gradient of both pre-activations from dy, which is in y where y is recomputed; and the sums of its columns (2, F), value first.
-Tensor gate_gradient(const Arguments& a, const Wanted& wanted, const Tensor& dpreact, const Tensor& y) {
+Tensor gate_gradient(const Arguments& a, const Wanted& wanted, const gpu::Pair& preact, const gpu::Pair& dpreact, const Tensor& y) {
   const int64_t rows = a.rows(), hidden = a.hidden;
-  const auto [u, g] = split(a, *wanted.preact);
-  const auto [du, dg] = split(a, dpreact);
+  const auto& [u, g] = preact;
+  const auto& [du, dg] = dpreact;
   Tensor sums;
   if (wanted.bias) {
     sums = empty(*a.x, {(rows + ROW_MULTIPLE - 1) / ROW_MULTIPLE, 2, hidden}, {2 * hidden, hidden, 1}, at::kFloat);
@@ -219,15 +232,20 @@ Tensor gate_gradient(const Arguments& a, const Wanted& wanted, const Tensor& dpr
   return wanted.bias ? at::sum(sums, at::IntArrayRef{0}) : sums;
 }
 
-Gradients backward(const Arguments& a, const Wanted& wanted) {
+Gradients backward(const Asked& asked) {
+  const Arguments& a = asked.a;
+  const Wanted& wanted = asked.wanted;
+  const OnDevice on_device(a.x->device());
   const GilReleased no_gil;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const bool apart = a.w_gate != nullptr;
   if (wanted.overwrite) wanted.preact->unsafeGetTensorImpl()->bump_version();  // `overwritten` of _autograd.py
   const Tensor x = matrix(a), dpreact = wanted.overwrite ? *wanted.preact : at::empty_like(*wanted.preact);
   Tensor y = wanted.w_down == nullptr ? Tensor() : empty(x, {a.rows(), a.hidden}, {a.hidden, 1});
-  const Tensor sum = gate_gradient(a, wanted, dpreact, y);
-  const auto [du, dg] = split(a, dpreact);
+  const gpu::Pair before = split(a, *wanted.preact), after = split(a, dpreact);
+  const Tensor sum = a.on_gpu() ? gpu::gate_gradient(a, wanted, asked.choice, before, after, y)
+                                : gate_gradient(a, wanted, before, after, y);
+  const auto& [du, dg] = after;
   Gradients found;
   auto& [dx, dweight, dgate, db, db_gate, ddown, db_down] = found;
   if (wanted.down) ddown = at::mm(wanted.upstream->t(), y);
@@ -248,51 +266,33 @@ Gradients backward(const Arguments& a, const Wanted& wanted) {
   return found;
 }
 
-void all(Py_ssize_t count) {
-  TORCH_CHECK_TYPE(count == COUNT, "gated_linear: the host function must have ", int(COUNT), " arguments, got ", count);
-}
-
 PyObject* gated_linear(PyObject*, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  all(count);
-  Arguments a;
-  if (!a.read(given)) Py_RETURN_NONE;
-  const auto recorded = [&](const auto& make) {
-    RECORD_FUNCTION("fusewise::gated_linear", (std::vector<c10::IValue>{*a.x}));  // as Python's operator shows in profiles
-    return THPVariable_Wrap(make());
-  };
-  if (!a.on_gpu()) {
-    if (run == nullptr) Py_RETURN_NONE;
-    return recorded([&] { return computed(a); });
-  }
-  const gpu::Operands operands(a);
-  const gpu::Choice* const found = gpu::find(a, operands);
-  if (found == nullptr || found->run == nullptr) Py_RETURN_NONE;
-  return recorded([&, choice = *found] { return gpu::launched(a, operands, choice); });
+  Asked asked{ONLY_Y};
+  if (!asked.served(given, count)) Py_RETURN_NONE;
+  RECORD_FUNCTION("fusewise::gated_linear", (std::vector<c10::IValue>{*asked.a.x}));  // as Python's operator shows in profiles
+  return THPVariable_Wrap(asked.a.on_gpu() ? gpu::computed(asked.a, *asked.operands, asked.choice) : computed(asked.a));
   END_HANDLE_TH_ERRORS
 }
 
 // kept(the arguments of a call): y and both pre-activations.
 PyObject* kept(PyObject*, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  all(count);
-  Arguments a;
-  if (!a.read(given) || a.on_gpu() || run == nullptr) Py_RETURN_NONE;
-  RECORD_FUNCTION("fusewise::gated_linear_preact", (std::vector<c10::IValue>{*a.x}));
-  const auto [y, preact] = keeping(a);
+  Asked asked{KEEPING};
+  if (!asked.served(given, count)) Py_RETURN_NONE;
+  RECORD_FUNCTION("fusewise::gated_linear_preact", (std::vector<c10::IValue>{*asked.a.x}));
+  const auto [y, preact] = keeping(asked);
   return Py_BuildValue("NN", THPVariable_Wrap(y), THPVariable_Wrap(preact));
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* gradients_of(PyObject* const* given, Py_ssize_t count, Py_ssize_t before, const char* name) {
+PyObject* gradients_of(Job job, PyObject* const* given, Py_ssize_t count, const char* name) {
   HANDLE_TH_ERRORS
-  all(count - before);
-  Arguments a;
-  Wanted wanted;
-  if (!a.read(given + before) || a.on_gpu() || run == nullptr || !wanted.read(given, before == DOWN, a)) Py_RETURN_NONE;
-  RECORD_FUNCTION(name, (std::vector<c10::IValue>{*wanted.upstream}));
-  const Gradients found = backward(a, wanted);
-  const Py_ssize_t those = before == DOWN ? 7 : 5;
+  Asked asked{job};
+  if (!asked.served(given, count)) Py_RETURN_NONE;
+  RECORD_FUNCTION(name, (std::vector<c10::IValue>{*asked.wanted.upstream}));
+  const Gradients found = backward(asked);
+  const Py_ssize_t those = job == MLP_BACKWARD ? 7 : 5;
   PyObject* const tuple = PyTuple_New(those);
   for (Py_ssize_t i = 0; i < those; ++i) PyTuple_SET_ITEM(tuple, i, THPVariable_Wrap(found[i]));  // None where undefined
   return tuple;
@@ -302,39 +302,38 @@ PyObject* gradients_of(PyObject* const* given, Py_ssize_t count, Py_ssize_t befo
 // gradients(dy, both pre-activations, whether to overwrite them, whether the gradients of x, weight, w_gate and the biases are wanted,
 // the arguments of the call): a tuple of those of x, weight, w_gate, bias and b_gate.
 PyObject* gradients(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  return gradients_of(given, count, ALONE, "fusewise::gated_linear_grad");
+  return gradients_of(BACKWARD, given, count, "fusewise::gated_linear_grad");
 }
 
 // The same behind a down projection: mlp_gradients(dz, …, whether those of w_down and b_down are wanted, w_down, the arguments of the
 // unit's call): a tuple that ends with those of w_down and b_down.
 PyObject* mlp_gradients(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  return gradients_of(given, count, DOWN, "fusewise::gated_linear_down_grad");
+  return gradients_of(MLP_BACKWARD, given, count, "fusewise::gated_linear_down_grad");
 }
 
-// new(the arguments of a call): whether it is a GPU call that can be cached and is not cached yet.
+// new(job, the arguments of its function): whether it is a GPU call that can be cached and is not cached yet.
 PyObject* is_new(PyObject*, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  all(count);
-  Arguments a;
-  if (!a.read(given) || !a.on_gpu()) Py_RETURN_FALSE;
-  const gpu::Operands operands(a);
-  return PyBool_FromLong(operands.describable(a) && gpu::find(a, operands) == nullptr);
+  Asked asked{Job(PyLong_AsLong(given[0]))};
+  return PyBool_FromLong(asked.read(given + 1, count - 1) && asked.a.on_gpu() && asked.operands->describable(asked.a) &&
+                         gpu::find(asked.job, asked.a, *asked.operands) == nullptr);
   END_HANDLE_TH_ERRORS
 }
 
-// remember(the arguments of a call, entry point, function that explains its error codes, epilogue, width); all 0: Python serves it.
+// remember(job, the arguments of its function, entry point, function that explains its error codes, epilogue, width); from the entry
+// point on all 0: Python serves it.
 PyObject* remember(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
   PyObject* arguments = nullptr;
+  int job = 0;
   unsigned long long run = 0, explain = 0;
   long long epilogue = 0, width = 0;
-  if (!PyArg_ParseTuple(given, "O!KKLL", &PyTuple_Type, &arguments, &run, &explain, &epilogue, &width)) return nullptr;
-  all(PyTuple_GET_SIZE(arguments));
-  Arguments a;
-  if (!a.read(&PyTuple_GET_ITEM(arguments, 0)) || !a.on_gpu()) Py_RETURN_FALSE;
+  if (!PyArg_ParseTuple(given, "iO!KKLL", &job, &PyTuple_Type, &arguments, &run, &explain, &epilogue, &width)) return nullptr;
+  Asked asked{Job(job)};
+  if (!asked.read(&PyTuple_GET_ITEM(arguments, 0), PyTuple_GET_SIZE(arguments)) || !asked.a.on_gpu()) Py_RETURN_FALSE;
   if (gpu::choices.size() >= gpu::MOST) gpu::choices.clear();
-  gpu::choices[gpu::Operands(a).key(a)] = {reinterpret_cast<decltype(gpu::Choice::run)>(run),
-                                           reinterpret_cast<decltype(gpu::Choice::explain)>(explain), epilogue, width};
+  gpu::choices[asked.operands->key(asked.job, asked.a)] = {reinterpret_cast<decltype(gpu::Choice::run)>(run),
+                                                           reinterpret_cast<decltype(gpu::Choice::explain)>(explain), epilogue, width};
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
 }

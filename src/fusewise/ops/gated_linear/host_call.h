@@ -1,4 +1,4 @@
-// The arguments of a call that host.cpp accepts. All checks are here; an accepted call is known to be valid.
+// The arguments that the functions of host.cpp accept. All checks are here; what is accepted is known to be valid.
 
 #pragma once
 
@@ -78,5 +78,36 @@ struct Arguments {
     return b == nullptr || (b->dim() == 1 && b->size(0) == hidden && b->is_contiguous());
   }
 };
+
+// What a backward is asked for, besides the arguments of its call.
+struct Wanted {
+  const Tensor *upstream = nullptr, *preact = nullptr, *w_down = nullptr;  // dy; behind a down projection dz
+  bool overwrite = false, x = false, weight = false, w_gate = false, bias = false, down = false, b_down = false;
+  int64_t multiplications = 0;  // of the largest product, at most
+
+  bool read(PyObject* const* given, bool behind_down, const Arguments& a) {
+    bool* const flags[] = {&overwrite, &x, &weight, &w_gate, &bias, &down, &b_down};
+    for (size_t i = 0; i < (behind_down ? 7 : 5); ++i) *flags[i] = given[2 + i] == Py_True;
+    const auto plain = [&](PyObject* object, const Tensor*& to) {
+      if (!THPVariable_CheckExact(object)) return false;
+      to = &THPVariable_Unpack(object);
+      return dense(*to) && to->device() == a.x->device() && to->scalar_type() == a.x->scalar_type() && !at::GradMode::is_enabled();
+    };
+    if (!plain(given[0], upstream) || !plain(given[1], preact) || !preact->is_contiguous()) return false;
+    const int64_t rows = a.rows(), hidden = a.hidden;
+    if (preact->dim() != (a.w_gate == nullptr ? 2 : 3) || preact->numel() != 2 * rows * hidden) return false;
+    int64_t columns = hidden, widest = 2 * a.x->size(-1);
+    if (behind_down) {
+      if (!plain(given[9], w_down) || w_down->dim() != 2 || w_down->size(1) != hidden || w_down->stride(1) != 1) return false;
+      columns = w_down->size(0), widest = std::max(widest, columns);
+    }
+    multiplications = rows * hidden * widest;
+    return upstream->dim() == 2 && upstream->size(0) == rows && upstream->size(1) == columns && upstream->stride(1) == 1;
+  }
+};
+
+// What a function computes: y; y and both pre-activations; the gradients; those behind a down projection. As in `_host.py`.
+enum Job { ONLY_Y, KEEPING, BACKWARD, MLP_BACKWARD };
+constexpr Py_ssize_t BEFORE[] = {0, 0, 7, 10};  // values of `Wanted` before the arguments of the call
 
 }  // namespace

@@ -242,12 +242,13 @@ def _for_y(x: Tensor, hidden: int) -> tuple[int, int]:
     return sideways.get(config.size, Y), 0
 
 
-def launcher(x: Tensor, hidden: int, activation: str) -> tuple[int | None, ...]:
-    """What the host fast path needs to replay a call: the entry point, the function that explains its error codes, and
-    the result of `_for_y`; zeros if it goes through Python."""
+def launcher(kernel: str, x: Tensor, hidden: int, activation: str) -> tuple[int | None, ...]:
+    """What the host fast path needs to replay a call of a kernel: the entry point, the function that explains its error codes,
+    the epilogue, and the tile width as of `_for_y`; zeros if it goes through Python."""
     if x.dtype == torch.float32:
         return 0, 0, 0, 0
-    return *_kernel(x.dtype, activation).addresses(), *_for_y(x, hidden)  # type: ignore[union-attr]
+    how = _for_y(x, hidden) if kernel == "y" else ({"preact": PREACT, "gate": GATE, "down": DOWN}[kernel], 0)
+    return *_kernel(x.dtype, activation).addresses(), *how  # type: ignore[union-attr]
 
 
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
