@@ -1,27 +1,16 @@
 """What the C++ fast path computes of GPU calls that record gradients, once Python has served such a call: the bits of Python. On a
-CPU, too, by the CUDA kernels compiled for it and an extension that takes its tensors for those of a GPU."""
+CPU, too: see `device` of conftest.py."""
 
 from __future__ import annotations
 
-import functools
-import tempfile
-from collections.abc import Iterator
-from ctypes import PYFUNCTYPE, py_object
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import fusewise
 from fusewise import gated_linear, gated_mlp
-from fusewise._shared import build, cuda, host
-from fusewise.ops.gated_linear import _cuda, _host, _op
-from fusewise.ops.gated_linear._problem import Spec
 
-from .. import cuda_on_cpu
 from ..gpu_memory import peak_above, settled
 from .host_calls import assert_same, by_python, forbid_operators, of_mlp, operands, requiring, trained
 
@@ -34,66 +23,9 @@ ROWS = {"cpu": [(), (5,), (2, 3), (2, 2, 3), (150,)]}
 ROWS["cuda"] = [*ROWS["cpu"], (2, 260)]
 # Of no other test: what is remembered here stays.
 FEATURES, HIDDEN, OUT = 88, 168, 56
-WANTS = False, True, True, False, True  # to overwrite; the gradients of x, weight, w_gate and the biases
 
-NAMES = {_host.KEEPING: "kept", _host.BACKWARD: "gradients", _host.MLP_BACKWARD: "mlp_gradients"}
 functions = pytest.mark.parametrize("function", [gated_linear, gated_mlp])
-jobs = pytest.mark.parametrize("job", NAMES, ids=NAMES.get)
 on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
-
-
-@functools.cache
-def _for_cpu_tensors() -> Any:
-    """The extension with CPU tensors in the place of a GPU's."""
-    name, sources, compiler, flags = _host.recipe()
-    with tempfile.TemporaryDirectory() as folder:
-        copies = [Path(folder) / source.relative_to(Path(fusewise.__file__).parent) for source in sources]
-        for source, copy in zip(sources, copies, strict=True):
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            text = source.read_text()
-            if source.name == "host_call.h":
-                assert text.count("return !x->is_cpu();") == 1
-                text = text.replace("return !x->is_cpu();", "return true;")
-            copy.write_text(text)
-        return PYFUNCTYPE(py_object)(
-            ("fusewise_gated_host", build.library(f"{name}-on-cpu", copies, compiler, flags))
-        )()
-
-
-def _kernels(dtype: torch.dtype, activation: str, *_: Any) -> cuda_on_cpu.Library:
-    only = _cuda.one(dtype, activation)
-    return cuda_on_cpu.library(_cuda, "fusewise_gated_linear", cuda.PARTS, *only).plays(processors=2)
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The device of the tensors, which `impl="cuda"` and the extension take."""
-    found: str = request.param
-    if found == "cuda" and (reason := _cuda.unavailable("cuda")) is not None:
-        pytest.skip(reason)
-    try:
-        module = _for_cpu_tensors() if found == "cpu" else _host.extension()
-    except build.BuildError as error:
-        pytest.skip(str(error))
-    # It would serve some calls of `impl="cuda"`, too.
-    monkeypatch.setattr(_cuda, "_gluon_is_there", lambda: False)
-    if found == "cuda":
-        yield found
-        return
-    monkeypatch.setattr(_cuda, "_kernel", _kernels)
-    monkeypatch.setattr(_cuda, "processors_of", lambda _: 2)
-    monkeypatch.setattr(_cuda, "unavailable", lambda _: None)
-    monkeypatch.setattr(_host, "extension", lambda: module)
-    monkeypatch.setattr(host, "_loaded", [module])
-    for name in ("gated_linear", "kept", "gradients", "mlp_gradients"):
-        monkeypatch.setattr(_host, name, getattr(module, name))
-    monkeypatch.setattr(_host, "_new", module.new)
-    caches = _op.choice.unavailable, _op.choice.choose, _op.choice.serving  # of answers without these kernels
-    for cache in caches:
-        cache.cache_clear()
-    yield found
-    for cache in caches:
-        cache.cache_clear()
 
 
 Case = tuple[dict[str, Any], Tensor, dict[str, Any]]  # tensors that require gradients, the upstream gradient, options
@@ -223,101 +155,6 @@ def test_pre_activations_are_overwritten_only_if_nobody_needs_them(
             assert all(map(torch.equal, gradients, again))
 
 
-def asked(
-    job: int, device: str, rows: int = 40, features: int = FEATURES, hidden: int = HIDDEN, out: int = OUT, *, impl: str = "cuda",
-    kind: tuple[torch.dtype, str] = KINDS[0], whole: int = 0, gate_first: bool = False,
-) -> list[Any]:  # fmt: skip
-    """The arguments of the function of `job`, for a stacked weight. Rows of dz, w_down, x and the weight are parts of those of
-    matrices with `whole` columns, if that is not 0."""
-    dtype, activation = kind
-
-    def some(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, whole or columns).to(device, dtype)[:, :columns]
-
-    weights = some(2 * hidden, features), None, None, None
-    call = _host.arguments_of(some(rows, features), weights, Spec(activation, "stacked", gate_first), impl)
-    preact = torch.randn(rows, 2 * hidden).to(device, dtype)
-    dy, dz, w_down = torch.randn(rows, hidden).to(device, dtype), some(rows, out), some(out, hidden)
-    before = {_host.KEEPING: (), _host.BACKWARD: (dy, preact, *WANTS), _host.MLP_BACKWARD: (dz, preact, *WANTS, True, True, w_down)}  # fmt: skip
-    return [*before[job], *call]
-
-
-@torch.no_grad()
-def serves(job: int, arguments: list[Any]) -> bool:
-    return getattr(_host, NAMES[job])(*arguments) is not None
-
-
-@torch.no_grad()
-def remember(job: int, arguments: list[Any]) -> None:
-    _host.remember(job, *arguments)
-
-
-@torch.no_grad()
-def new(job: int, arguments: list[Any]) -> bool:
-    found: bool = _host._new(job, *arguments)
-    return found
-
-
-@jobs
-def test_what_differs_is_asked_for_anew(job: int, device: str) -> None:
-    size = {"rows": 48 + job}  # of no other test
-    assert new(job, asked(job, device, **size)) and not serves(job, asked(job, device, **size))
-    remember(job, asked(job, device, **size))
-    assert serves(job, asked(job, device, **size)) and not new(job, asked(job, device, **size))
-    others: list[dict[str, Any]] = [
-        {"rows": 47}, {"features": 80}, {"hidden": 136}, {"kind": (torch.float16, ACTIVATION)}, {"kind": (DTYPE, "silu")},
-        {"whole": 256}, {"impl": "auto"}, {"gate_first": True}, *([{"out": 64}] if job == _host.MLP_BACKWARD else []),
-    ]  # fmt: skip
-    for other in others:
-        given = asked(job, device, **{**size, **other})
-        assert not serves(job, given) and new(job, given)
-    for j in NAMES:
-        if j != job:
-            assert new(j, asked(j, device, **size))
-
-
-@jobs
-def test_what_tma_cannot_describe_is_pythons(job: int, device: str) -> None:
-    """Like a cached call, but with an unaligned address, or rows that do not start at multiples of 16 bytes."""
-    arguments = asked(job, device)
-    remember(job, arguments)
-    assert serves(job, arguments)
-    for place, t in enumerate(arguments):
-        if isinstance(t, Tensor):
-            address = t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t)
-            rows = t.new_empty(t.shape[0], t.shape[1] + 1)[:, : t.shape[1]].copy_(t)
-            for odd in (address, rows, t[:1].expand(t.shape)):
-                given = [*arguments[:place], odd, *arguments[place + 1 :]]
-                assert not serves(job, given) and not new(job, given)
-    assert not new(job, asked(job, device, hidden=164))
-
-
-@jobs
-def test_products_that_python_pads_are_pythons(job: int, device: str) -> None:
-    """Those of the backward, if features in or out are no multiple of eight. Kernels take such matrices, if rows are aligned."""
-    features, out = asked(job, device, features=76, whole=128), asked(job, device, out=44, whole=128)
-    assert new(job, features) is (job == _host.KEEPING)
-    assert new(job, out) is (job != _host.MLP_BACKWARD)
-
-
-@jobs
-def test_what_has_no_launcher_is_pythons(job: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("keeping", "taking_gradient", "taking_down_gradient"):
-        monkeypatch.setattr(_op, name, lambda *_: SimpleNamespace())
-    arguments = asked(job, device, hidden=176)
-    remember(job, arguments)
-    assert not serves(job, arguments) and not new(job, arguments)
-
-
-@jobs
-def test_auto_is_kept_where_it_takes_cuda(job: int, device: str) -> None:
-    """Not up to 128 rows."""
-    for rows in (120, 150):
-        arguments = asked(job, device, rows, impl="auto")
-        remember(job, arguments)
-        assert not new(job, arguments) and serves(job, arguments) is (rows == 150)
-
-
 @functions
 def test_a_profile_shows_what_training_computes(function: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = operands((40,), FEATURES, HIDDEN, DTYPE, "separate", device)
@@ -413,31 +250,6 @@ def test_graphs(function: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> 
         t.zero_()
     graph.replay()
     assert_same(found, expected)
-
-
-@on_gpu
-@jobs
-def test_autocast_and_float32_are_pythons(job: int, device: str) -> None:
-    arguments = asked(job, device)
-    remember(job, arguments)
-    assert serves(job, arguments)
-    with torch.autocast("cuda", torch.float16):
-        assert not serves(job, arguments) and not new(job, arguments)
-    assert not new(job, asked(job, device, rows=88, kind=(torch.float32, ACTIVATION)))
-
-
-@on_gpu
-@jobs
-def test_where_gluon_takes_less_time_it_is_python_that_asks_it(
-    job: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also for `impl="cuda"`; without a product there is nothing that it would do in less."""
-    if (reason := _op.unavailable("gluon", "cuda", DTYPE)) is not None:
-        pytest.skip(reason)
-    monkeypatch.setattr(_cuda, "_gluon_is_there", lambda: True)
-    arguments = asked(job, device, 2048, 1024, 2048, 1024)
-    remember(job, arguments)
-    assert not new(job, arguments) and serves(job, arguments) is (job == _host.BACKWARD)
 
 
 @on_gpu
