@@ -35,10 +35,12 @@ bool no_active_modes() {
 
 bool dense(const Tensor& x, int64_t most = 4) { return DENSE.has_all(x.key_set()) && x.dim() <= most; }
 
-// Releases the GIL, at half the cost of pybind11's gil_scoped_release.
+// Releases the GIL, if this thread has it (an operator is called without), at half the cost of pybind11's gil_scoped_release.
 struct GilReleased {
-  PyThreadState* const thread = PyEval_SaveThread();
-  ~GilReleased() { PyEval_RestoreThread(thread); }
+  PyThreadState* const thread = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+  ~GilReleased() {
+    if (thread != nullptr) PyEval_RestoreThread(thread);
+  }
 };
 
 // A new tensor with the device and dtype of x, without going through the dispatcher. On a GPU from torch's current allocator: a

@@ -20,7 +20,7 @@ import torch
 
 from . import build
 
-HEADER = Path(__file__).with_name("host.h")
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("host.h", "operators.h"))
 
 _loaded: list[Any] = []
 _quick = True  # whether the fast paths are enabled, see `through_python`

@@ -14,7 +14,7 @@ import torch
 
 import fusewise
 from fusewise._shared import build, cuda, host
-from fusewise.ops.gated_linear import _cuda, _host, _op
+from fusewise.ops.gated_linear import _cuda, _host, _onednn, _op
 
 from .. import cuda_on_cpu
 
@@ -35,6 +35,21 @@ def _for_cpu_tensors() -> Any:
         return PYFUNCTYPE(py_object)(
             ("fusewise_gated_host", build.library(f"{name}-on-cpu", copies, compiler, flags))
         )()
+
+
+@pytest.fixture
+def without_onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No product is oneDNN's, in C++ neither: those of float32 take no memory of their own then."""
+
+    def tell() -> None:
+        if _host.gated_linear is not host.not_loaded:
+            _host.load(_op.implementation("cpu")._kernel())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_onednn, "there", lambda: False)
+        tell()
+        yield
+    tell()
 
 
 def _kernels(dtype: torch.dtype, activation: str, *_: Any) -> cuda_on_cpu.Library:

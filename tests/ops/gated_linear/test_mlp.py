@@ -17,7 +17,7 @@ from torch.nn import functional
 from fusewise._shared import host
 from fusewise.lab.memory import growth
 from fusewise.lab.truth import errors
-from fusewise.ops.gated_linear import _onednn, _op, gated_mlp
+from fusewise.ops.gated_linear import _op, gated_mlp
 from fusewise.ops.gated_linear._problem import ACTIVATIONS, SAVES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -146,21 +146,17 @@ def test_held_memory_is_the_contract() -> None:
 @pytest.mark.skipif(DEVICE != "cpu", reason="elsewhere products may take memory of their own")
 @pytest.mark.parametrize(("save", "preact"), [("preact", 0), ("input", 2)])
 @pytest.mark.parametrize("python", [False, True])
-def test_backward_needs_y_and_the_pre_activations(
-    python: bool, save: str, preact: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In addition to the gradients: y until that of W_down is computed, and both pre-activations if they were not saved. In
-    float32 through Python, which asks whether oneDNN is there."""
-    monkeypatch.setattr(_onednn, "there", lambda: False)
-    dtype = torch.float32 if python else torch.float16
+@pytest.mark.usefixtures("without_onednn")
+def test_backward_needs_y_and_the_pre_activations(python: bool, save: str, preact: int) -> None:
+    """In addition to the gradients: y until that of W_down is computed, and both pre-activations if they were not saved."""
     shapes = (256, 128), (4096, 128), (4096, 128), (128, 4096)
-    leaves = [torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in shapes]
-    dz = torch.ones((), dtype=dtype).expand(256, 128)
+    leaves = [torch.randn(*shape, requires_grad=True) for shape in shapes]
+    dz = torch.ones(()).expand(256, 128)
     with host.through_python() if python else contextlib.nullcontext():
         for _ in range(2):  # the first call builds
             z = gated_mlp(*leaves, activation="silu", save=save)  # type: ignore[arg-type]
             _, grown = growth(lambda z=z: torch.autograd.grad(z, leaves, dz), torch.device("cpu"))
-    y, dx, dw = (elements * dtype.itemsize for elements in (256 * 4096, 256 * 128, 4096 * 128))
+    y, dx, dw = (elements * 4 for elements in (256 * 4096, 256 * 128, 4096 * 128))
     assert grown is not None and grown.peak == pytest.approx(preact * y + dw + max(y, dx + 2 * dw), rel=0.1)
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusewise._shared import host
 from fusewise.lab.memory import growth
 from fusewise.lab.truth import errors
-from fusewise.ops.gated_linear import _autograd, _chunks, _onednn, _op, _products, gated_linear, gated_mlp
+from fusewise.ops.gated_linear import _autograd, _chunks, _op, _products, gated_linear, gated_mlp
 from fusewise.ops.gated_linear._problem import SAVES, stride_unit
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -278,15 +278,16 @@ def test_the_mlp_by_products_of_aligned_rows(impl: str, save: Any) -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cpu" or INTERPRETER, reason="elsewhere products may take memory of their own")
-@pytest.mark.usefixtures("_padded")
+@pytest.mark.usefixtures("_padded", "without_onednn")
 def test_the_peak_of_recomputing_with_unaligned_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    """y, and du and dg of half of the features, with rows padded from the start."""
+    """y, and du and dg of half of the features, with rows padded from the start. In float32, as if it were tf32: 16-bit products
+    may take memory of their own."""
     monkeypatch.setattr(_chunks, "CHUNK_BYTES", 2**16)
     monkeypatch.setattr(_chunks, "CHUNK_ROWS", 32)
-    monkeypatch.setattr(_onednn, "there", lambda: False)
+    monkeypatch.setattr(_products, "tf32_allowed", lambda: True)
     rows, features, hidden = 1024, 24, 2047
-    leaves = tuple(t.requires_grad_() for t in (randn(rows, features), randn(2 * hidden, features)))
-    dy = randn(rows, hidden)
+    leaves = tuple(t.float().requires_grad_() for t in (randn(rows, features), randn(2 * hidden, features)))
+    dy = randn(rows, hidden).float()
 
     def step() -> Any:
         y = gated_linear(*leaves, activation="silu", save="input")
@@ -294,7 +295,7 @@ def test_the_peak_of_recomputing_with_unaligned_features(monkeypatch: pytest.Mon
 
     step()  # builds kernels
     _, grown = growth(step, torch.device(DEVICE))
-    assert grown is not None and grown.peak < 2.25 * rows * hidden * 2
+    assert grown is not None and grown.peak < 2.25 * rows * hidden * 4
 
 
 def test_a_cpu_few_rows_and_a_trace_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -268,7 +268,7 @@ def test_threads_share_what_is_kept() -> None:
 FRESH = """
 import torch, fusewise
 from fusewise.ops.rope import _host
-def in_cpp(): return "host_operators.h" in torch._C._dispatch_dump("fusewise::rope_qk")
+def in_cpp(): return "operators.h" in torch._C._dispatch_dump("fusewise::rope_qk")
 x, f = torch.randn(1, 4, 8, 64), torch.ones(32)
 print(in_cpp(), end=" ")
 y = torch.ops.fusewise.rope(x, f, None, None, None, None, 0, "table=inv_freq", "reference", [])

@@ -157,13 +157,10 @@ def joined(value: Tensor, gate: Tensor, like: Tensor, spec: Spec) -> tuple[Tenso
 
 def kept(x_MD: Tensor, weights: Sequence[Tensor | None], text: str, impl: str) -> tuple[Tensor, Tensor]:
     """y and both pre-activations in one tensor."""
-    asked = None if torch.compiler.is_compiling() else _host.arguments_of(x_MD, weights, Spec.decode(text), impl)
-    made = None if asked is None else _host.kept(*asked)
-    if made is None:
-        made = _op.op_gated_linear_preact(x_MD, *weights, text, impl)
-        if asked is not None:
-            _host.remember(_host.KEEPING, *asked)
-    return made
+    made = None
+    if not torch.compiler.is_compiling():
+        made = _host.kept(*_host.arguments_of(x_MD, weights, Spec.decode(text), impl))
+    return _op.op_gated_linear_preact(x_MD, *weights, text, impl) if made is None else made
 
 
 class GatedLinear(torch.autograd.Function):

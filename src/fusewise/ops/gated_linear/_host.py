@@ -2,11 +2,12 @@
 those of `gated_mlp`, and what their autograd functions compute.
 
     done = _host.gated_linear(*arguments)                # None: unsupported, or new on a GPU; continue in Python
-    _host.remember(_host.ONLY_Y, *arguments)             # after the first call
+    _host.remember(_host.ONLY_Y, *arguments)             # after Python has served it
     made = _host.kept(*arguments)                        # y and both pre-activations, or None
     done = _host.gradients(dy, made[1], …, *arguments)   # the gradients, or None; behind a down projection `mlp_gradients`
 
-If it is not built, and for every other call, Python serves: slower, with the same result.
+Once it is loaded it also implements the registered operators, which torch.compile's graphs call. If it is not built, and for every
+other call, Python serves: slower, with the same result.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ._problem import Halves, Spec, rows
 ONLY_Y, KEEPING, BACKWARD, MLP_BACKWARD = range(4)
 
 _NAMES = ("host.cpp", "host_call.h", "host_gpu.h", "_cpu/gate.h", "_cuda/plan.h")
-SOURCES = (*(Path(__file__).parent / name for name in _NAMES), host.HEADER)
+SOURCES = (*(Path(__file__).parent / name for name in _NAMES), *host.HEADERS)
 
 #: The extension's function once it is loaded: takes the arguments of `api.gated_linear` in order, returns y or None.
 gated_linear: Callable[..., Tensor | None] = host.not_loaded
@@ -58,6 +59,7 @@ def extension() -> Any:
         BuildError: it cannot be built here.
     """
     module = host.loaded(PYFUNCTYPE(py_object)(("fusewise_gated_host", build.library(*recipe())))())
+    module.operators()
     global gated_linear, kept, gradients, mlp_gradients, _new
     gated_linear, kept = module.gated_linear, module.kept
     gradients, mlp_gradients, _new = module.gradients, module.mlp_gradients, module.new

@@ -22,7 +22,7 @@ from torch import Tensor
 from .._choice import Choice
 from .._common import apply_function, compute_dtype
 from .._register import register
-from . import reference
+from . import _host, reference
 from ._problem import Halves, Preact, Spec, new_preact, rows, split_preact
 
 # Schema of the weights of a call:
@@ -91,6 +91,7 @@ def _gated_linear(x: Tensor, *weights: Any) -> Tensor:
     y = _new_y(x, halves)
     with reference.exact(x):
         serving(impl, spec, y.shape[1], x, halves.value, halves.gate, alone=True).forward(x, halves, spec, y, None)
+    _host.remember(_host.ONLY_Y, *_host.arguments_of(x, given, spec, impl))
     return y
 
 
@@ -108,6 +109,7 @@ def _gated_linear_preact(x: Tensor, *weights: Any) -> tuple[Tensor, Tensor]:
     preact = new_preact(x, halves.value.shape[0], spec)
     with reference.exact(x):
         keeping(impl, spec, x, halves).forward(x, halves, spec, y, preact)
+    _host.remember(_host.KEEPING, *_host.arguments_of(x, tensors, spec, impl))
     return y, preact
 
 

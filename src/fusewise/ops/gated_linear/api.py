@@ -176,10 +176,7 @@ def gated_mlp(
         _check_transformable("gated_mlp", impl)
         decoded = Spec.decode(spec)
         return functional.linear(reference.formula(x, Halves.of(decoded, *weights), decoded.activation), w_down, b_down)
-    z = _mlp.apply(x, weights, (w_down, b_down), spec, impl, save)
-    if not traced() and not z.requires_grad:
-        _host.remember(_host.ONLY_Y, *unit)
-    return z
+    return _mlp.apply(x, weights, (w_down, b_down), spec, impl, save)
 
 
 def _gated(op: str, *arguments: Any) -> Tensor:
@@ -192,10 +189,7 @@ def _gated(op: str, *arguments: Any) -> Tensor:
     weight, w_gate, bias, b_gate = _with_rows(*given)
     tensors = {"weight": weight, "w_gate": w_gate, "bias": bias, "b_gate": b_gate}
     spec = validated(op, x, tensors, (activation, *options, save, impl))
-    y = _run(op, x, (weight, w_gate, bias, b_gate), spec, save, impl)
-    if not traced():
-        _host.remember(_host.ONLY_Y, *arguments)
-    return y
+    return _run(op, x, (weight, w_gate, bias, b_gate), spec, save, impl)
 
 
 def _with_rows(*weights: Any) -> tuple[Any, ...]:

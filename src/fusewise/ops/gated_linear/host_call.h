@@ -5,18 +5,26 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <string_view>
 
-#include "../../_shared/host.h"
+#include "../../_shared/operators.h"
 #include "_cpu/gate.h"
 
 namespace {
 
-bool is(PyObject* given, const char* text) {
-  return PyUnicode_CheckExact(given) && PyUnicode_CompareWithASCIIString(given, text) == 0;
+// The characters of a str; empty for any other object, and for what has no UTF-8.
+std::string_view text(PyObject* given) {
+  if (!PyUnicode_CheckExact(given)) return {};
+  Py_ssize_t size = 0;
+  const char* const start = PyUnicode_AsUTF8AndSize(given, &size);
+  if (start == nullptr) return PyErr_Clear(), std::string_view();
+  return {start, size_t(size)};
 }
 
 // The arguments of `gated_linear`, in order.
 enum Argument { X, WEIGHT, BIAS, ACTIVATION, W_GATE, B_GATE, LAYOUT, GATE_FIRST, SAVE, IMPL, COUNT };
+// Those of the operators `gated_linear` and `gated_linear_preact`.
+enum Operand { OP_X, OP_WEIGHT, OP_W_GATE, OP_BIAS, OP_B_GATE, OP_SPEC, OP_IMPL, OPERANDS };
 
 // Shape legend: D features in, F = `hidden` features out.
 struct Arguments {
@@ -24,38 +32,59 @@ struct Arguments {
   int64_t hidden = 0, kind = 0, activation = 0;
   bool gate_first = false, by_choice = false;  // impl="auto"
 
-  bool read(PyObject* const* given) { return no_active_modes() && tensors(given) && options(given) && shapes(); }
+  bool read(PyObject* const* given) {
+    gate_first = given[GATE_FIRST] == Py_True;
+    const std::string_view save = text(given[SAVE]);
+    return no_active_modes() && tensors(given[X], given[WEIGHT], given[W_GATE], given[BIAS], given[B_GATE]) &&
+           (gate_first || given[GATE_FIRST] == Py_False) && text(given[LAYOUT]) == "stacked" && (save == "preact" || save == "input") &&
+           options(text(given[ACTIVATION]), text(given[IMPL])) && shapes();
+  }
+
+  // Those of an operator: x is a matrix, and whether gradients are recorded is decided.
+  bool read(const IValue* given) {
+    if (!no_active_modes() || !tensors(given[OP_X], given[OP_WEIGHT], given[OP_W_GATE], given[OP_BIAS], given[OP_B_GATE])) return false;
+    const std::string_view spec = given[OP_SPEC].toStringView();  // activation/layout/order
+    const size_t first = spec.find('/'), last = spec.rfind('/');
+    const std::string_view layout = spec.substr(first + 1, last - first - 1), order = spec.substr(last + 1);
+    gate_first = order == "gate_first";
+    return x->dim() == 2 && (gate_first || order == "value_first") && layout == (w_gate == nullptr ? "stacked" : "separate") &&
+           options(spec.substr(0, first), given[OP_IMPL].toStringView()) && shapes();
+  }
 
   bool on_gpu() const { return !x->is_cpu(); }
   int64_t rows() const { return x->numel() / x->size(-1); }
 
  private:
-  bool options(PyObject* const* given) {
-    constexpr const char* NAMES[] = {"gelu_tanh", "gelu", "silu", "relu", "sigmoid", "identity"};  // as in Activation
-    const auto name = std::find_if(std::begin(NAMES), std::end(NAMES), [&](auto text) { return is(given[ACTIVATION], text); });
-    activation = name - NAMES;
-    gate_first = given[GATE_FIRST] == Py_True, by_choice = is(given[IMPL], "auto");
-    return name != std::end(NAMES) && is(given[LAYOUT], "stacked") && (gate_first || given[GATE_FIRST] == Py_False) &&
-           (is(given[SAVE], "preact") || is(given[SAVE], "input")) && (by_choice || is(given[IMPL], on_gpu() ? "cuda" : "cpu"));
+  bool options(std::string_view name, std::string_view impl) {
+    constexpr std::string_view NAMES[] = {"gelu_tanh", "gelu", "silu", "relu", "sigmoid", "identity"};  // as in Activation
+    const auto found = std::find(std::begin(NAMES), std::end(NAMES), name);
+    activation = found - NAMES, by_choice = impl == "auto";
+    return found != std::end(NAMES) && (by_choice || impl == (on_gpu() ? "cuda" : "cpu"));
   }
 
-  bool tensors(PyObject* const* given) {
-    if (!plain(given[X], x) || !plain(given[WEIGHT], weight)) return false;
-    if (given[BIAS] != Py_None && !plain(given[BIAS], bias)) return false;
-    if (given[W_GATE] != Py_None && !plain(given[W_GATE], w_gate)) return false;
-    if (given[B_GATE] != Py_None && !plain(given[B_GATE], b_gate)) return false;
+  template <typename T>
+  bool tensors(const T& of_x, const T& of_weight, const T& of_gate, const T& of_bias, const T& of_gate_bias) {
+    if (!plain(of_x, x) || !plain(of_weight, weight)) return false;
+    if (!optional(of_gate, w_gate) || !optional(of_bias, bias) || !optional(of_gate_bias, b_gate)) return false;
     if (!c10::impl::tls_is_dispatch_key_excluded(on_gpu() ? DispatchKey::AutocastCUDA : DispatchKey::AutocastCPU)) return false;
     const at::ScalarType dtype = x->scalar_type();
     kind = dtype == at::kFloat ? FLOAT32 : dtype == at::kBFloat16 ? BFLOAT16 : FLOAT16;
     return dtype == at::kBFloat16 || dtype == at::kHalf || (dtype == at::kFloat && !on_gpu());
   }
 
-  bool plain(PyObject* object, const Tensor*& to) {
-    if (!THPVariable_CheckExact(object)) return false;
-    to = &THPVariable_Unpack(object);
-    return dense(*to) && to->device() == x->device() && to->scalar_type() == x->scalar_type() &&
-           !(to->requires_grad() && at::GradMode::is_enabled());
+  bool optional(PyObject* given, const Tensor*& to) { return given == Py_None || plain(given, to); }
+  bool optional(const IValue& given, const Tensor*& to) { return given.isNone() || plain(given, to); }
+
+  bool plain(PyObject* given, const Tensor*& to) {
+    if (!THPVariable_CheckExact(given)) return false;
+    to = &THPVariable_Unpack(given);
+    return fits(*to) && !(to->requires_grad() && at::GradMode::is_enabled());
   }
+  bool plain(const IValue& given, const Tensor*& to) {
+    to = &given.toTensor();
+    return to->defined() && fits(*to);
+  }
+  bool fits(const Tensor& t) const { return dense(t) && t.device() == x->device() && t.scalar_type() == x->scalar_type(); }
 
   bool shapes() {
     if (x->dim() == 0 || x->numel() == 0) return false;

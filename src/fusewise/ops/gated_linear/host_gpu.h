@@ -1,11 +1,12 @@
 // GPU calls: from the arguments to the launch of `_cuda`, once Python has selected the kernel for such a call.
 //
-// Selections are cached under a key of everything they depend on; no tensors are retained. The GIL protects the cache.
+// Selections are cached under a key of everything they depend on; no tensors are retained.
 
 #pragma once
 
 #include <array>
 #include <map>
+#include <mutex>
 
 #include "host_call.h"
 
@@ -25,6 +26,7 @@ struct Choice {
 
 using Key = std::array<int64_t, 16>;
 std::map<Key, Choice>& choices = *new std::map<Key, Choice>;  // never destroyed: threads may still run at exit
+std::mutex lock;                // of the choices: operators are called without the GIL
 constexpr size_t MOST = 4096;  // only guards against a leak
 
 // The operands as the kernels take them: addresses and row strides in elements.
@@ -70,11 +72,20 @@ struct Operands {
   }
 };
 
-// The kernel for a call, or null if Python has to select one; `operands` are those of `a`.
-const Choice* find(Job job, const Arguments& a, const Operands& operands) {
-  if (!operands.describable(a)) return nullptr;
-  const auto found = choices.find(operands.key(job, a));
-  return found == choices.end() ? nullptr : &found->second;
+// The kernel for a call, or none if Python has to select one; `operands` are those of `a`.
+std::optional<Choice> find(Job job, const Arguments& a, const Operands& operands) {
+  if (!operands.describable(a)) return {};
+  const Key key = operands.key(job, a);
+  const std::lock_guard guard(lock);
+  const auto found = choices.find(key);
+  return found == choices.end() ? std::nullopt : std::optional(found->second);
+}
+
+void remember(Job job, const Arguments& a, const Operands& operands, const Choice& choice) {
+  const Key key = operands.key(job, a);
+  const std::lock_guard guard(lock);
+  if (choices.size() >= MOST) choices.clear();
+  choices[key] = choice;
 }
 
 // Launches the kernel on the current stream of the tensors' device, which is the current one.

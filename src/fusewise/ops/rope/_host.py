@@ -29,7 +29,7 @@ from ._problem import Spec, layout_dims, rotated_rank
 
 _PLANS = ("plan.h", "../rope_and_cache/plan.h", "../qk_norm_rope/plan.h")
 _NAMES = ("host.cpp", "host_call.h", "host_backward.h", "host_operators.h", *_PLANS)
-SOURCES = (*(Path(__file__).parent / name for name in _NAMES), host.HEADER)
+SOURCES = (*(Path(__file__).parent / name for name in _NAMES), *host.HEADERS)
 
 
 NEW, GIVEN, IN_PLACE, CACHED, NORMED, NORM_GRAD = range(6)  # where the output goes, `Form` of host_call.h

@@ -6,15 +6,10 @@
 
 #pragma once
 
-#include <torch/csrc/jit/runtime/operator.h>
-#include <torch/library.h>
-
+#include "../../_shared/operators.h"
 #include "host_backward.h"
 
 namespace {
-
-using c10::IValue;
-using torch::jit::Stack;
 
 PyObject* planned = nullptr;  // `_host._planned`
 
@@ -245,25 +240,10 @@ void operate_norm(const c10::OperatorHandle& op, Stack* stack) {
   learn(read.key, FORM, arguments, ys);
 }
 
-// Autograd kernel: a call that records no gradient redispatches without Python; others go to the autograd function in Python.
-void at_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
-  const auto records = [](const Tensor& x) { return x.requires_grad(); };
-  const auto wanted = [&](const IValue& value) {
-    if (value.isTensor()) return records(value.toTensor());
-    const auto list = value.isTensorList() ? value.toTensorVector() : std::vector<Tensor>();
-    return std::any_of(list.begin(), list.end(), records);
-  };
-  if (c10::GradMode::is_enabled() && std::any_of(arguments.begin(), arguments.end(), wanted))
-    op.callBoxedForDispatchKey(DispatchKey::Autograd, *stack);
-  else
-    op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
-}
-
 // Override the Python kernels of the operators for the lifetime of the process.
 void register_operators() {
   for (const DispatchKey key : {DispatchKey::CPU, DispatchKey::CUDA}) {
-    auto& library = *new torch::Library(torch::Library::IMPL, "fusewise", key, __FILE__, __LINE__);
+    torch::Library& library = kernels_for(key);
     library.impl("rope", torch::CppFunction::makeFromBoxedFunction<&operate<NEW, 1>>());
     library.impl("rope_qk", torch::CppFunction::makeFromBoxedFunction<&operate<NEW, 2>>());
     library.impl("rope_out", torch::CppFunction::makeFromBoxedFunction<&operate<GIVEN, 1>>());
@@ -275,10 +255,7 @@ void register_operators() {
     library.impl("qk_norm_rope", torch::CppFunction::makeFromBoxedFunction<&operate_norm<NORMED>>());
     library.impl("qk_norm_rope_grad", torch::CppFunction::makeFromBoxedFunction<&operate_norm<NORM_GRAD>>());
   }
-  for (const DispatchKey key : {DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA}) {
-    auto& library = *new torch::Library(torch::Library::IMPL, "fusewise", key, __FILE__, __LINE__);
-    for (const char* const name : {"rope", "rope_qk", "qk_norm_rope"}) library.impl(name, torch::CppFunction::makeFromBoxedFunction<&at_autograd>());
-  }
+  register_at_autograd({"rope", "rope_qk", "qk_norm_rope"});
 }
 
 }  // namespace
