@@ -28,17 +28,23 @@ def halves(weight: Tensor, bias: Tensor | None = None, spec: Spec = STACKED) -> 
 
 
 def refused(
-    x: Tensor, weight: Tensor, *others: Tensor, hidden: int = 128, by_choice: bool = True, activation: str = "silu"
-) -> str | None:
+    x: Tensor, weight: Tensor, *others: Tensor, hidden: int = 128, by_choice: bool = True, activation: str = "silu",
+    kernel: str = "preact",
+) -> str | None:  # fmt: skip
     value, gate = weight.chunk(2)
-    return _cuda.refuses(hidden, (x, value, gate, *others), activation, by_choice=by_choice)
+    return _cuda.refuses(hidden, (x, value, gate, *others), activation, kernel, by_choice=by_choice)
 
 
 def test_what_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_cuda, "_kernel", lambda *_: None)
     x, weight = (torch.empty(rows, 64, dtype=torch.bfloat16) for rows in (129, 256))
     assert refused(x, weight) is None
-    assert "128 rows" in str(refused(x[:128], weight)) and refused(x[:128], weight, by_choice=False) is None
+    for kernel in ("gradient", "down"):
+        assert refused(x, weight, kernel=kernel) is None
+        assert "128 rows" in str(refused(x[:128], weight, kernel=kernel))
+        assert refused(x[:128], weight, kernel=kernel, by_choice=False) is None
+    for kernel in ("y", "preact", "gate"):
+        assert refused(x[:128], weight, kernel=kernel) is None
 
 
 @pytest.mark.parametrize(
@@ -54,10 +60,10 @@ def test_what_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
         (512, 4096, 14336, 128, True),
         (700, 64, 64, 128, False),  # one wave of either
         (1024, 1024, 4096, 128, True),
-        (1024, 2048, 8192, 208, False),
+        (1024, 2048, 8192, 208, True),
         (1024, 8192, 32768, 0, False),
-        (4096, 1024, 4096, 208, False),  # to within 1 % the same
-        (8192, 640, 2560, 160, False),  # Gluon's would take 0.7 % less
+        (4096, 1024, 4096, 208, True),
+        (8192, 640, 2560, 160, True),
         (8192, 1024, 4096, 0, False),
         (16384, 4096, 16384, 0, False),
         (32768, 8192, 32768, 0, False),
@@ -109,7 +115,8 @@ def test_all_that_may_compute_a_kernel(rows: int, depth: int, hidden: int, kerne
     assert found[0] == tiles.choose(kernel, rows, depth, hidden, 132, gluon=gluon)
     assert len(found) == len(set(found)) and (tiles.Config("gluon") in found) is gluon
     kinds = {config.tiles for config in found} - {"gluon"}
-    assert kinds == ({"upright"} if kernel != "y" else {"upright", "sideways", *(["stream"] if rows <= 208 else [])})
+    streamed = rows <= {"y": 208, "preact": 128}.get(kernel, 0)
+    assert kinds == {"upright", *(["sideways"] if kernel == "y" else []), *(["stream"] if streamed else [])}
     assert kernel != "y" or len([c for c in found if c.tiles == "sideways"]) == len(tiles.SIDEWAYS)
 
 
@@ -137,17 +144,17 @@ def test_a_call_takes_the_tiles_that_were_tuned_for_its_shape_alone(stored: Call
     of = Halves.of(STACKED, torch.cat(others), None)
 
     def left(x: Tensor) -> bool:
-        return _cuda.refuses(14336, (x, *others), "silu", by_choice=True, alone=True) is not None
+        return _cuda.refuses(14336, (x, *others), "silu", "y", by_choice=True) is not None
 
-    assert left(x) and _cuda._for_y(x, 14336) == (tiles.SIDE_128, 0)
+    assert left(x) and _cuda._forward_by("y", x, 14336) == (tiles.SIDE_128, 0)
     assert "tuned" not in _cuda.path(x, of)
     stored("y", "sideways", 192)
-    assert not left(x) and _cuda._for_y(x, 14336) == (tiles.SIDE_192, 0) and left(x.half())
+    assert not left(x) and _cuda._forward_by("y", x, 14336) == (tiles.SIDE_192, 0) and left(x.half())
     assert "configuration tuned on this machine for y" in _cuda.path(x, of)
     stored("y", "upright")
-    assert not left(x) and _cuda._for_y(x, 14336) == (tiles.Y, 0)
+    assert not left(x) and _cuda._forward_by("y", x, 14336) == (tiles.Y, 0)
     stored("y", "gluon")  # in calls that name no implementation
-    assert left(x) and _cuda._for_y(x, 14336) == (tiles.SIDE_128, 0)
+    assert left(x) and _cuda._forward_by("y", x, 14336) == (tiles.SIDE_128, 0)
     for kernel, function in (("preact", "forward"), ("gradient", "recompute_gradient"), ("down", "down_gradient")):
         for config in ("upright", "gluon"):
             stored(kernel, config)
@@ -197,11 +204,11 @@ def test_what_gluon_makes_in_less_time_is_its(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(_cuda, "_kernel", lambda *_: None)
     for there in (True, False):
         monkeypatch.setattr(_cuda, "_gluon_is_there", lambda there=there: there)
-        for alone in (True, False):
-            told = _cuda.refuses(14336, (x, *weight.chunk(2)), "silu", by_choice=True, alone=alone)
-            assert ("take less time" in str(told)) is (there and alone)
-        assert _cuda.refuses(14336, (x, *weight.chunk(2)), "silu", by_choice=False, alone=True) is None
-        assert _cuda.refuses(14336, (x[:16], *weight.chunk(2)), "silu", by_choice=True, alone=True) is None
+        for kernel in ("y", "preact"):
+            told = refused(x, weight, hidden=14336, kernel=kernel)
+            assert ("take less time" in str(told)) is (there and kernel == "y")
+        assert refused(x, weight, hidden=14336, kernel="y", by_choice=False) is None
+        assert refused(x[:16], weight, hidden=14336, kernel="y") is None
 
 
 def test_a_failed_build_is_told_and_auto_takes_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +273,7 @@ def test_sizes_that_are_not_counted_in_32_bits_are_refused(dtype: torch.dtype, m
         for beyond in (False, True):
             sizes = [_cuda.MOST + beyond if size else 128 for size in (rows, features, hidden)]
             x, weight = (torch.empty(size, sizes[1], dtype=dtype, device="meta") for size in (sizes[0], sizes[2]))
-            told = _cuda.refuses(sizes[2], (x, weight, weight), "silu", by_choice=False)
+            told = _cuda.refuses(sizes[2], (x, weight, weight), "silu", "y", by_choice=False)
             far = features and dtype == torch.float32  # rows that long are too far apart for its kernel
             assert ("at most 2147483392" if beyond else "apart" if far else "None") in str(told)
 

@@ -59,15 +59,22 @@ class TestOnHopper:
         for features, hidden in ((72, 264), (2048, 8192), (4096, 14336), (520, 24576)):
             assert_right("y", (rows, features, hidden), torch.bfloat16, Spec("gelu_tanh", "stacked"))
 
+    @pytest.mark.parametrize("rows", [1, 16, 17, 33, 65, 128])
+    @pytest.mark.parametrize("layout", ["stacked", "interleaved"])
+    def test_few_rows_with_pre_activations(self, rows: int, layout: str) -> None:
+        for features, hidden in ((72, 264), (2048, 8192), (4096, 14336), (520, 24576)):
+            assert tiles.choose("preact", rows, features, hidden, 132, gluon=True).tiles == "stream"
+            assert_right("preact", (rows, features, hidden), torch.bfloat16, Spec("gelu_tanh", layout))
+
     def test_it_is_chosen_for_few_rows(self) -> None:
-        """If y is the only output and TMA can describe the operands."""
+        """If TMA can describe the operands."""
         x, weight = torch.randn(128, 64, device="cuda").bfloat16(), torch.randn(256, 64, device="cuda").bfloat16()
         training = weight.detach().clone().requires_grad_()
         for rows in (1, 16, 128):
             assert fusewise.explain_dispatch(geglu_linear, x[:rows], weight).impl == "cuda"
             assert fusewise.explain_dispatch(geglu_linear, x[:rows], training, save="input").impl == "cuda"
             told = fusewise.explain_dispatch(geglu_linear, x[:rows], training)
-            assert told.impl != "cuda" and "128 rows" in told.passed_over["cuda"]
+            assert told.impl == "cuda" and "its tiles are for more rows" in told.path
             told = fusewise.explain_dispatch(geglu_linear, x[:rows], weight[:252])
             assert told.impl == "triton" and "16 bytes" in told.passed_over["cuda"]
 

@@ -31,16 +31,18 @@ def test_float32_is_taken_where_the_library_takes_longer(monkeypatch: pytest.Mon
     assert "library takes less time" in str(told(65, 4096, 8192))  # half of the SMs would be idle
     x, weight = torch.empty(8192, 512), torch.empty(16384, 512)
     assert refused(x[:8], weight, by_choice=False) is None and refused(x, weight, hidden=8192) is None
-    assert "left to triton" in str(refused(x, weight, x, hidden=8192))  # a gradient
-    assert "left to triton" in str(_cuda.refuses(8192, (x,), "silu", by_choice=True))
+    assert "left to triton" in str(refused(x, weight, x, hidden=8192, kernel="gradient"))  # a gradient
+    assert "left to triton" in str(_cuda.refuses(8192, (x,), "silu", "gate", by_choice=True))
     far = torch.empty(1, device="meta").as_strided((200, 1), (1 << 23, 1))
     for by_choice, rows in itertools.product((True, False), (128, 129)):
-        assert "8388608 elements apart" in str(_cuda.refuses(8192, (x, far[:rows], x), "silu", by_choice=by_choice))
-    assert _cuda.refuses(8192, (far[:127], far[:1], far[:1]), "silu", by_choice=False) is None
+        assert "8388608 elements apart" in str(
+            _cuda.refuses(8192, (x, far[:rows], x), "silu", "y", by_choice=by_choice)
+        )
+    assert _cuda.refuses(8192, (far[:127], far[:1], far[:1]), "silu", "y", by_choice=False) is None
     monkeypatch.setattr(_cuda, "_gluon_is_there", lambda: True)
     wide = torch.empty(1024, 2048)
     assert _cuda._config("y", wide.bfloat16(), 8192).tiles == "gluon"  # none of whose tiles takes float32
-    assert _cuda.refuses(8192, (wide, wide, wide), "silu", by_choice=True, alone=True) is None
+    assert _cuda.refuses(8192, (wide, wide, wide), "silu", "y", by_choice=True) is None
     monkeypatch.setattr(_cuda.float32, "tf32_allowed", lambda: True)
     assert told(1024, 1024, 4096) is None and refused(x, weight, by_choice=False) is None
     assert "reading the weight dominates" in str(told(64, 4096, 132 * 96))
@@ -48,11 +50,11 @@ def test_float32_is_taken_where_the_library_takes_longer(monkeypatch: pytest.Mon
     assert told(257, 2047, 8192) is None and told(257, 2048, 8191) is None  # the library takes longer with those
     assert "from 257 rows on" in str(told(256, 2047, 8192)) and "from 257 rows on" in str(told(256, 2048, 8191))
     beside = torch.empty(1536, 320), torch.empty(1280, 320)
-    for alone in (True, False):  # storing pre-activations, too, takes longer than the library's whole epilogue
-        reason = _cuda.refuses(1280, (beside[0], beside[1], beside[1]), "silu", by_choice=True, alone=alone)
-        assert (reason is None) == alone
-    assert "left to triton" in str(_cuda.refuses(8192, (x,), "silu", by_choice=True))
-    assert _cuda.refuses(8192, (x, far, x), "silu", by_choice=False) is None  # TMA reaches those
+    for kernel in ("y", "preact"):  # storing pre-activations, too, takes longer than the library's whole epilogue
+        reason = _cuda.refuses(1280, (beside[0], beside[1], beside[1]), "silu", kernel, by_choice=True)
+        assert (reason is None) == (kernel == "y")
+    assert "left to triton" in str(_cuda.refuses(8192, (x,), "silu", "gate", by_choice=True))
+    assert _cuda.refuses(8192, (x, far, x), "silu", "y", by_choice=False) is None  # TMA reaches those
 
 
 @pytest.mark.parametrize(

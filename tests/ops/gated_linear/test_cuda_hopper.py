@@ -62,7 +62,7 @@ def assert_right(epilogue: str, shape: tuple[int, int, int], dtype: torch.dtype,
     def of(to: torch.dtype) -> tuple[Any, ...]:
         return x.to(to), Halves.of(spec, weight.to(to), None, None if b is None else b.to(to)), dy.to(to), spec
 
-    assert _cuda.refuses(hidden, (x, *Halves.of(spec, weight)[:2]), spec.activation, by_choice=False) is None
+    assert _cuda.refuses(hidden, (x, *Halves.of(spec, weight)[:2]), spec.activation, epilogue, by_choice=False) is None
     found = outcome(_cuda, epilogue, *of(dtype))
     usual, true = outcome(reference, epilogue, *of(dtype)), outcome(reference, epilogue, *of(torch.float64))
     for mine, other, truth in zip(found, usual, true, strict=True):

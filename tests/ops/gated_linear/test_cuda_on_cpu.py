@@ -104,7 +104,10 @@ def test_every_epilogue(
         reference.forward(of.x, of.halves, of.spec, y, None)
         of.check(y, None, None)
     elif made == "preact":
-        _cuda.forward(of.x, of.halves, of.spec, of.y, of.made)
+        outputs = split_preact(of.made, of.spec)
+        _cuda._run(
+            tiles.PREACT, of.spec.activation, of.x, of.halves.value, of.halves.gate, of.halves[2:], of.y, outputs
+        )
         reference.forward(of.x, of.halves, of.spec, y, preact)
         of.check(y, preact, None)
     elif made == "gradient":
@@ -163,17 +166,28 @@ def test_few_rows(
     shape: tuple[int, int, int], width: int, kind: tuple[torch.dtype, str], how: dict[str, bool], bias: bool,
     play: Play,
 ) -> None:  # fmt: skip
-    """With the tiles chosen for two SMs, and with tiles that leave one of them idle at the end. Nothing waits for a bias, so one
-    order suffices without it."""
+    """With the tiles chosen for two SMs, and with tiles that leave one of them idle at the end; y alone and with pre-activations.
+    Nothing waits for a bias, so one order suffices without it."""
     play(**how)
     of = Operands(shape, kind, bias)
-    y, *_ = of.expected()
-    reference.forward(of.x, of.halves, of.spec, y, None)
-    _cuda._run(tiles.FEW, of.spec.activation, of.x, of.halves.value, of.halves.gate, of.halves[2:], of.y, width=width)
+    y, preact, _ = of.expected()
+    reference.forward(of.x, of.halves, of.spec, y, preact)
+    given = tiles.FEW, of.spec.activation, of.x, of.halves.value, of.halves.gate, of.halves[2:], of.y
+    _cuda._run(*given, width=width)
     of.check(y, None, None)
     of.y.fill_(torch.nan)
     _cuda.forward(of.x, of.halves, of.spec, of.y, None)
     of.check(y, None, None)
+    of.y.fill_(torch.nan)
+    if shape[0] > tiles.STREAM_ROWS:
+        with pytest.raises(AssertionError, match="invalid value"):
+            _cuda._run(*given, split_preact(of.made, of.spec), width=width)
+        return
+    _cuda._run(*given, split_preact(of.made, of.spec), width=width)
+    of.check(y, preact, None)
+    of.y.fill_(torch.nan)
+    _cuda.forward(of.x, of.halves, of.spec, of.y, of.made.fill_(torch.nan))
+    of.check(y, preact, None)
 
 
 NONE = -1  # of the mistakes below

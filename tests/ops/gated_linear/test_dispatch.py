@@ -73,8 +73,8 @@ def test_an_implementation_is_asked_what_a_call_asks_it(
 ) -> None:
     asked = []
 
-    def refuses(hidden: int, matrices: tuple[torch.Tensor, ...], activation: str, **how: Any) -> None:
-        asked.append((hidden, [m.shape for m in matrices], activation, how))
+    def refuses(hidden: int, matrices: tuple[torch.Tensor, ...], activation: str, kernel: str, **how: Any) -> None:
+        asked.append((hidden, [m.shape for m in matrices], activation, kernel, how))
 
     taken = fusewise.explain_dispatch(op, *args, **kwargs, impl=impl).impl
     monkeypatch.setattr(_op.implementation(taken), "refuses", refuses, raising=False)

@@ -142,11 +142,9 @@ def test_what_tma_cannot_describe_is_left_to_triton_where_rows_are_few() -> None
     x, weight = empty(300, 64), empty(256, 64)
 
     def refused(
-        x: Tensor, weight: Tensor, *others: Tensor, hidden: int = 128, by_choice: bool = True, alone: bool = True
+        x: Tensor, weight: Tensor, *others: Tensor, hidden: int = 128, by_choice: bool = True, kernel: str = "y"
     ) -> str | None:
-        return _gluon.refuses(
-            hidden, (x, weight[:128], weight[128:], *others), "silu", by_choice=by_choice, alone=alone
-        )
+        return _gluon.refuses(hidden, (x, weight[:128], weight[128:], *others), "silu", kernel, by_choice=by_choice)
 
     odd = [
         ((x, weight), {"hidden": 132}),
@@ -161,8 +159,8 @@ def test_what_tma_cannot_describe_is_left_to_triton_where_rows_are_few() -> None
             refused(few, weight, hidden=132)
         )
         assert refused(few, *matrices[1:], by_choice=False, **options) is None
-    assert refused(x[:64], weight) is None and refused(x[:64], weight, alone=False, by_choice=False) is None
-    assert "64 rows" in str(refused(x[:64], weight, alone=False))
+    assert refused(x[:64], weight) is None and refused(x[:64], weight, kernel="preact", by_choice=False) is None
+    assert "64 rows" in str(refused(x[:64], weight, kernel="preact"))
 
 
 def test_few_rows_share_the_weights_evenly_and_fit() -> None:

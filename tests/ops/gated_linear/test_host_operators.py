@@ -250,6 +250,7 @@ def test_on_the_current_stream_and_in_a_graph(past_python: Callable[[], None]) -
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 def test_compiled_by_inductor_on_a_gpu(mode: str, past_python: Callable[[], None]) -> None:
     torch._dynamo.reset()
     made = operands((32,), 256, 512, torch.bfloat16, "separate bias", "cuda")

@@ -152,16 +152,14 @@ def unavailable(device_type: str) -> str | None:
     return cuda.not_hopper("gluon")
 
 
-def refuses(
-    hidden: int, matrices: tuple[Tensor, ...], activation: str, *, by_choice: bool, alone: bool = False
-) -> str | None:
-    """Why a call with these matrices, x first, and F = `hidden` is left to another implementation, or None if it is
-    not. `alone`: y is the only output. Every call is supported; with `by_choice` (impl="auto") those that run faster
+def refuses(hidden: int, matrices: tuple[Tensor, ...], activation: str, kernel: str, *, by_choice: bool) -> str | None:
+    """Why a call of a kernel ("y", "preact", "gradient", "down" or "gate") with these matrices, x first, and F = `hidden` is left to
+    another implementation, or None if it is not. Every call is supported; with `by_choice` (impl="auto") those that run faster
     elsewhere are left."""
     rows = matrices[0].shape[0]
     if not by_choice or rows > few.MOST_ROWS:
         return None
-    if rows <= FEW_ROWS and not alone:
+    if rows <= FEW_ROWS and kernel != "y":
         return f"with gradients, up to {FEW_ROWS} rows are too few for its tiles"
     if odd(hidden, matrices):
         return f"{ALIGNED}, and copying others pays off only from {few.MOST_ROWS + 1} rows on"

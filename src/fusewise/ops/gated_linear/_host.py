@@ -124,7 +124,7 @@ def remember(job: int, *asked: Any) -> None:
     halves, matrix = Halves.of(spec, weight, w_gate), rows(x)
     hidden = halves.value.shape[0]
     if job == ONLY_Y:
-        kernel, serving = "y", _op.serving(impl, spec, hidden, matrix, halves.value, halves.gate, alone=True)
+        kernel, serving = "y", _op.serving(impl, "y", spec, hidden, matrix, halves.value, halves.gate)
     elif job == KEEPING:
         kernel, serving = "preact", _op.keeping(impl, spec, matrix, halves)
     elif job == BACKWARD:

@@ -41,8 +41,9 @@ choice = Choice("gated_linear", IMPLEMENTATIONS)
 implementation, unavailable = choice.implementation, choice.unavailable
 
 
-def serving(impl: str, spec: Spec, hidden: int, x: Tensor, *others: Tensor, alone: bool = False) -> Any:
-    """The module that serves a call with these matrices and F = `hidden`; `alone`: y is the only output."""
+def serving(impl: str, kernel: str, spec: Spec, hidden: int, x: Tensor, *others: Tensor) -> Any:
+    """The module that serves a call with these matrices and F = `hidden`. `kernel`: "y" or "preact", which keeps the pre-activations;
+    "gradient", which recomputes them; "down", behind a down projection; or "gate", the gradient without a product."""
     device_type, dtype = x.device.type, x.dtype
     by_choice = impl == "auto"
     for name in choice.able(device_type, dtype) if by_choice else (impl,):
@@ -50,7 +51,7 @@ def serving(impl: str, spec: Spec, hidden: int, x: Tensor, *others: Tensor, alon
         refuses = getattr(module, "refuses", None)
         if refuses is None:
             return module
-        reason = refuses(hidden, (x, *others), spec.activation, by_choice=by_choice, alone=alone)
+        reason = refuses(hidden, (x, *others), spec.activation, kernel, by_choice=by_choice)
         if reason is None:
             return module
         if not by_choice:
@@ -90,7 +91,7 @@ def _gated_linear(x: Tensor, *weights: Any) -> Tensor:
     x, halves = rows(x), Halves.of(spec, *_readable(*given))
     y = _new_y(x, halves)
     with reference.exact(x):
-        serving(impl, spec, y.shape[1], x, halves.value, halves.gate, alone=True).forward(x, halves, spec, y, None)
+        serving(impl, "y", spec, y.shape[1], x, halves.value, halves.gate).forward(x, halves, spec, y, None)
     _host.remember(_host.ONLY_Y, *_host.arguments_of(x, given, spec, impl))
     return y
 
@@ -98,7 +99,7 @@ def _gated_linear(x: Tensor, *weights: Any) -> Tensor:
 def keeping(impl: str, spec: Spec, x: Tensor, halves: Halves) -> Any:
     """The module that serves a forward which keeps the pre-activations."""
     hidden = halves.value.shape[0]
-    return having("forward", serving(impl, spec, hidden, x, halves.value, halves.gate), hidden, x)
+    return having("forward", serving(impl, "preact", spec, hidden, x, halves.value, halves.gate), hidden, x)
 
 
 def _gated_linear_preact(x: Tensor, *weights: Any) -> tuple[Tensor, Tensor]:
@@ -128,7 +129,7 @@ def taking_gradient(impl: str, spec: Spec, dy: Tensor, preact: Preact, dpreact: 
     the products."""
     hidden = dy.shape[1]
     by_choice = impl == "auto"
-    module = serving(impl, spec, hidden, dy) if by_choice else choice.serving(impl, dy.device.type, dy.dtype)
+    module = serving(impl, "gate", spec, hidden, dy) if by_choice else choice.serving(impl, dy.device.type, dy.dtype)
     return having("gradient", module, hidden, dy, *split_preact(preact, spec), *split_preact(dpreact, spec))
 
 
@@ -166,7 +167,7 @@ def _recompute_into(dpreact: Preact, dy: Tensor, x: Tensor, *rest: Any) -> Tenso
     hidden = halves.value.shape[0]
     dbias = new_dbias(x, hidden, bias)
     with reference.exact(x):
-        module = serving(impl, spec, hidden, x, halves.value, halves.gate, dy)
+        module = serving(impl, "gradient", spec, hidden, x, halves.value, halves.gate, dy)
         having("recompute_gradient", module, hidden, x).recompute_gradient(
             dy, x, halves, dpreact, spec, dbias if bias else None
         )
@@ -176,7 +177,7 @@ def _recompute_into(dpreact: Preact, dy: Tensor, x: Tensor, *rest: Any) -> Tenso
 def taking_down_gradient(impl: str, spec: Spec, dz: Tensor, w_down: Tensor) -> Any:
     """The module that serves the same behind a down projection, and y."""
     hidden = w_down.shape[1]
-    return having("down_gradient", serving(impl, spec, hidden, dz, w_down), hidden, dz)
+    return having("down_gradient", serving(impl, "down", spec, hidden, dz, w_down), hidden, dz)
 
 
 def _down_grad(

@@ -32,10 +32,10 @@ def refusal(impl: str, arguments: dict[str, Any], by_choice: bool) -> str | None
         return None
     x, halves = _matrices(arguments)
     tensors = [t for t in arguments.values() if isinstance(t, Tensor)]
-    alone = arguments["save"] == "input" or not needs_autograd(*tensors)
+    kernel = "y" if arguments["save"] == "input" or not needs_autograd(*tensors) else "preact"
     matrices = (x, halves.value, halves.gate)
     activation = arguments.get("activation") or {"tanh": "gelu_tanh", "none": "gelu"}[arguments["approximate"]]
-    reason: str | None = refuses(halves.value.shape[0], matrices, activation, by_choice=by_choice, alone=alone)
+    reason: str | None = refuses(halves.value.shape[0], matrices, activation, kernel, by_choice=by_choice)
     return reason
 
 

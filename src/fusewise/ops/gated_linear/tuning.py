@@ -140,7 +140,7 @@ def _job(found: GatedCase, dtype: str, kernel: str, device: torch.device, impl: 
     def serving() -> Any:
         """The module that serves a call, as its dispatch finds it."""
         if kernel == "y":
-            return _op.serving(impl, spec, hidden, x, halves.value, halves.gate, alone=True)
+            return _op.serving(impl, "y", spec, hidden, x, halves.value, halves.gate)
         if kernel == "preact":
             return _op.keeping(impl, spec, x, halves)
         if kernel == "gate":
@@ -148,7 +148,7 @@ def _job(found: GatedCase, dtype: str, kernel: str, device: torch.device, impl: 
         if kernel == "down":
             return _op.taking_down_gradient(impl, spec, inputs[0], weights)
         return _op.having(
-            "recompute_gradient", _op.serving(impl, spec, hidden, x, halves.value, halves.gate), hidden, x
+            "recompute_gradient", _op.serving(impl, "gradient", spec, hidden, x, halves.value, halves.gate), hidden, x
         )
 
     looked_up, module = _watched(_stores(device, "CHOICE"), serving)

@@ -51,7 +51,7 @@ SHARED = {
     "recompute_gradient": ("gradient", "gradients with recomputing"),
     "down_gradient": ("down", "gradients behind a down projection"),
 }
-#: Rows from which its tiles pay off with pre-activations, and copies of matrices that TMA does not support.
+#: Rows from which its tiles pay off where gradients are computed by a product, and copies of matrices that TMA does not support.
 TILES_FROM = 129
 #: Maximum rows and features: kernels count them in 32 bits, up to the end of a tile.
 MOST = (1 << 31) - 256
@@ -99,27 +99,25 @@ def unavailable(device_type: str) -> str | None:
     return missing if missing and not there else None
 
 
-def refuses(
-    hidden: int, matrices: tuple[Tensor, ...], activation: str, *, by_choice: bool, alone: bool = False
-) -> str | None:
-    """Why a call with these matrices, x first, and F = `hidden` is left to another implementation, or None if it is
-    not. Builds the library for the activation if necessary."""
+def refuses(hidden: int, matrices: tuple[Tensor, ...], activation: str, kernel: str, *, by_choice: bool) -> str | None:
+    """Why a call of a kernel (as in `tiles.py`, or "gate") with these matrices, x first, and F = `hidden` is left to another
+    implementation, or None if it is not. Builds the library for the activation if necessary."""
     x = matrices[0]
     rows = x.shape[0]
     if max(hidden, *x.shape) > MOST:
         return f"rows and features must be at most {MOST}"
     if x.dtype == torch.float32:
-        if (reason := float32.refuses(hidden, matrices, by_choice=by_choice, alone=alone)) is not None:
+        if (reason := float32.refuses(hidden, matrices, by_choice=by_choice, kernel=kernel)) is not None:
             return reason
     elif by_choice and rows < TILES_FROM:
-        if not alone:
-            return f"with gradients, up to {TILES_FROM - 1} rows are too few for its tiles"
+        if kernel in ("gradient", "down"):
+            return f"in a product for gradients, up to {TILES_FROM - 1} rows are too few for its tiles"
         if odd(hidden, matrices):
             return f"{ALIGNED}, and copying others pays off only from {TILES_FROM} rows on"
-    if x.dtype != torch.float32 and by_choice and alone and _config("y", x, hidden).tiles == "gluon":
+    if x.dtype != torch.float32 and by_choice and kernel == "y" and _config("y", x, hidden).tiles == "gluon":
         return "gluon's tiles of 128 rows by 64 features take less time at this size"
-    kernel = _kernel(x.dtype, activation, in_tf32(x))
-    return kernel if isinstance(kernel, str) else None
+    library = _kernel(x.dtype, activation, in_tf32(x))
+    return library if isinstance(library, str) else None
 
 
 def in_tf32(x: Tensor) -> bool:
@@ -190,6 +188,9 @@ def path(x: Tensor, halves: Halves) -> str:
     copies = f"{ALIGNED}: other matrices are copied" if odd(hidden, (x, halves.value, halves.gate)) else ""
     names = [name for function, (_, name) in SHARED.items() if lacks(function, hidden, x)]
     left = f"{' and '.join(names)} are computed by {OTHERWISE}, which takes less time at this size" if names else ""
+    if x.shape[0] < TILES_FROM:
+        others = " and ".join(name for _, name in list(SHARED.values())[1:])
+        left = f"{others} are computed by others, unless it is named: its tiles are for more rows"
     tuned = CHOICE.explain(x.get_device(), [_key(kernel, x, hidden) for kernel in tiles.RACES])
     return "; ".join(filter(None, (copies, left, tuned, _host.explain())))
 
@@ -233,32 +234,33 @@ def _run(
             copy_to(buffer, to)
 
 
-def _for_y(x: Tensor, hidden: int) -> tuple[int, int]:
-    """The epilogue for y alone, and the tile width of the weight-streaming kernel (0 for the others)."""
-    config = _config("y", x, hidden, or_gluon=False)
+def _forward_by(kernel: str, x: Tensor, hidden: int) -> tuple[int, int]:
+    """The epilogue for "y" or "preact", and the tile width of the weight-streaming kernel (0 for the others)."""
+    upright = Y if kernel == "y" else PREACT
+    if x.dtype == torch.float32:
+        return upright, 0
+    config = _config(kernel, x, hidden, or_gluon=False)
     if config.tiles == "stream":
         return FEW, config.size
     sideways = {each.rows: each.epilogue for each in tiles.SIDEWAYS}
-    return sideways.get(config.size, Y), 0
+    return sideways.get(config.size, upright), 0
 
 
 def launcher(kernel: str, x: Tensor, hidden: int, activation: str) -> tuple[int | None, ...]:
     """What the host fast path needs to replay a call of a kernel: the entry point, the function that explains its error codes,
-    the epilogue, and the tile width as of `_for_y`; zeros if it goes through Python."""
+    the epilogue, and the tile width as of `_forward_by`; zeros if it goes through Python."""
     if x.dtype == torch.float32:
         return 0, 0, 0, 0
-    how = _for_y(x, hidden) if kernel == "y" else ({"preact": PREACT, "gate": GATE, "down": DOWN}[kernel], 0)
+    how = ({"gate": GATE, "down": DOWN}[kernel], 0) if kernel in ("gate", "down") else _forward_by(kernel, x, hidden)
     return *_kernel(x.dtype, activation).addresses(), *how  # type: ignore[union-attr]
 
 
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
     """`impl="cuda"`: this and the gradients as in `reference.py`."""
     value, gate, *bias = halves
-    given = spec.activation, x, value, gate, (bias[0], bias[1]), y
-    if preact is not None:
-        return _run(PREACT, *given, split_preact(preact, spec))
-    epilogue, width = (Y, 0) if x.dtype == torch.float32 else _for_y(x, value.shape[0])
-    _run(epilogue, *given, width=width)
+    epilogue, width = _forward_by("y" if preact is None else "preact", x, value.shape[0])
+    outputs = (None, None) if preact is None else split_preact(preact, spec)
+    _run(epilogue, spec.activation, x, value, gate, (bias[0], bias[1]), y, outputs, width=width)
 
 
 def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-// y of up to 208 rows of x, in about the time of reading the weights once:
+// y of up to 208 rows of x, of up to 128 with u and g if wanted, in about the time of reading the weights once:
 //
 //     y = u · act(g),   u = x W_valueᵀ + b_value,   g = x W_gateᵀ + b_gate
 //
@@ -25,13 +25,14 @@
 
 namespace {
 
+constexpr int KEEPING_COLUMNS = 128;  // up to which u and g can be stored: with more, addresses would be spilled
 constexpr int RING_BYTES = 220 * 1024, MOST_STAGES = 8, SLAB_BYTES = 64 * DEPTH * 2;  // 64 features of a weight
 
 struct FewRows {
   CUtensorMap x, value, gate;  // boxes of DEPTH columns by `x_rows` or `width` rows
   const void *value_bias, *gate_bias;
-  int64_t value_bias_stride, gate_bias_stride, y_stride;  // in elements
-  uint16_t* y;
+  int64_t value_bias_stride, gate_bias_stride, y_stride, u_stride, g_stride;  // in elements
+  uint16_t *y, *u, *g;  // u and g or nulls
   int rows, x_rows, hidden, depth, width;
   __host__ __device__ int tiles() const { return (hidden + width - 1) / width; }
 };
@@ -114,7 +115,7 @@ __device__ void mainloop_few(float (&u)[COLUMNS / 2], float (&g)[COLUMNS / 2], c
   if (first) mbarrier_arrive(smem_address(&shared.free[last]));
 }
 
-// The epilogue for 64 features: each warp transposes its 16 through shared memory and stores 32 bytes per row of y.
+// The epilogue for 64 features: each warp transposes its 16 through shared memory and stores 32 bytes per row of a matrix.
 template <bool BFLOAT16, int COLUMNS, int ACTIVATION>
 __device__ void write_few(const float (&u)[COLUMNS / 2], const float (&g)[COLUMNS / 2], const float (&bias)[2][2], const FewRows& p,
                           FewShared& shared, int feature, int end) {
@@ -126,19 +127,26 @@ __device__ void write_few(const float (&u)[COLUMNS / 2], const float (&g)[COLUMN
 #pragma unroll
   for (int pair = 0; pair < COLUMNS / 16; ++pair) {
     if (pair * 16 >= p.rows) break;
-    uint32_t y[4];  // 2 x 2 matrices of eight features by eight rows
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int i = ((pair * 2 + j / 2) * 2 + j % 2) * 2;
-      const auto value = [&](int i) { return (u[i] + bias[0][j % 2]) * gate<ACTIVATION>(g[i] + bias[1][j % 2]).value; };
-      y[j] = packed<BFLOAT16>(value(i), value(i + 1));
-    }
-    __syncwarp();  // the previous 16 rows have been read
-    stmatrix_trans(smem_address(out + place(lane / 16 * 8 + lane % 8, lane / 8 % 2)), y);
-    __syncwarp();
     const int row = pair * 16 + lane / 2;
-    if (row < p.rows && mine < end)
-      *reinterpret_cast<uint4*>(p.y + row * p.y_stride + mine) = *reinterpret_cast<const uint4*>(out + place(lane / 2, lane % 2));
+    const auto write = [&](uint16_t* to, int64_t stride, const auto& value) {
+      uint32_t made[4];  // 2 x 2 matrices of eight features by eight rows
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int i = ((pair * 2 + j / 2) * 2 + j % 2) * 2;
+        made[j] = packed<BFLOAT16>(value(i, j % 2), value(i + 1, j % 2));
+      }
+      __syncwarp();  // what was there has been read
+      stmatrix_trans(smem_address(out + place(lane / 16 * 8 + lane % 8, lane / 8 % 2)), made);
+      __syncwarp();
+      if (row < p.rows && mine < end)
+        *reinterpret_cast<uint4*>(to + row * stride + mine) = *reinterpret_cast<const uint4*>(out + place(lane / 2, lane % 2));
+    };
+    const auto value = [&](int i, int j) { return u[i] + bias[0][j]; };
+    const auto before_gate = [&](int i, int j) { return g[i] + bias[1][j]; };
+    write(p.y, p.y_stride, [&](int i, int j) { return value(i, j) * gate<ACTIVATION>(before_gate(i, j)).value; });
+    if constexpr (COLUMNS <= KEEPING_COLUMNS) {
+      if (p.u != nullptr) write(p.u, p.u_stride, value), write(p.g, p.g_stride, before_gate);
+    }
   }
 }
 
@@ -233,7 +241,10 @@ cudaError_t launch_few_rows(const Plan& of, const Call& c, int processors, cudaS
   FewRows p{};
   p.value_bias = c.value_bias, p.gate_bias = c.gate_bias;
   p.value_bias_stride = of.value_bias_stride, p.gate_bias_stride = of.gate_bias_stride;
-  p.y = static_cast<uint16_t*>(const_cast<void*>(c.y)), p.y_stride = of.y_stride;
+  const auto written = [](const void* matrix) { return static_cast<uint16_t*>(const_cast<void*>(matrix)); };
+  p.y = written(c.y), p.u = written(c.u), p.g = written(c.g);
+  p.y_stride = of.y_stride, p.u_stride = of.u_stride, p.g_stride = of.g_stride;
+  if (p.u != nullptr && of.rows > KEEPING_COLUMNS) return cudaErrorInvalidValue;
   p.rows = int(of.rows), p.hidden = int(of.hidden), p.depth = int(of.depth), p.width = int(of.width);
   // Rows of the TMA box of x: out-of-bounds rows take TMA longer than rows that exist.
   for (p.x_rows = 8; p.x_rows < p.rows && p.x_rows < 64;) p.x_rows *= 2;

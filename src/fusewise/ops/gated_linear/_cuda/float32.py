@@ -37,7 +37,7 @@ FLOAT32 = Costs(TILE, TILE, 1, 1.92, (48, 48), 0.54, 0, 4.6e-5, 0.0)
 TF32 = Costs(2 * TILE, 96, 2, 1.29, (40, 190), 0.6, 50, 2e-4, 90.0)
 
 
-def refuses(hidden: int, matrices: tuple[Tensor, ...], *, by_choice: bool, alone: bool) -> str | None:
+def refuses(hidden: int, matrices: tuple[Tensor, ...], *, by_choice: bool, kernel: str) -> str | None:
     """As in `_cuda`, but for whether the kernel is there."""
     x, costs = matrices[0], TF32 if tf32_allowed() else FLOAT32
     if costs is FLOAT32 and any(
@@ -46,14 +46,14 @@ def refuses(hidden: int, matrices: tuple[Tensor, ...], *, by_choice: bool, alone
         return f"rows must be less than {MOST_STRIDE} elements apart"
     if not by_choice:
         return None
-    if len(matrices) != 3:  # not just x and the weights
+    if kernel not in ("y", "preact"):
         return f"gradients of float32 are left to {OTHERWISE}"
     if x.shape[0] <= FEW_ROWS:
         return f"up to {FEW_ROWS} rows, reading the weight dominates, and the platform's library takes less time"
     if costs is TF32 and odd(hidden, matrices):  # copied; the library takes longer with them, too
         few = x.shape[0] <= costs.high
         return f"{ALIGNED}, and copying others pays off only from {costs.high + 1} rows on" if few else None
-    if not pays(costs, x.shape[0], hidden, x.shape[1], processors_of(x.get_device()), alone=alone):
+    if not pays(costs, x.shape[0], hidden, x.shape[1], processors_of(x.get_device()), alone=kernel == "y"):
         return "the platform's library takes less time at this size"
     return None
 

@@ -7,8 +7,8 @@
 
 // What a kernel computes. From the product of x with both weights: Y: y; PREACT: y, u and g; GRADIENT: du and dg, from dy. From the
 // product dy = dz W_down: DOWN: y, du and dg, from u and g. Without a product: GATE: du and dg, from dy, u and g. SIDE_n: y, with the
-// weights as left operand, in tiles of n rows (tiles.cuh). FEW: y of up to 208 rows (few_rows.cuh). TF32_*: of float32 matrices, whose
-// products round their operands to tf32.
+// weights as left operand, in tiles of n rows (tiles.cuh). FEW: y of up to 208 rows, of up to 128 with u and g if given (few_rows.cuh).
+// TF32_*: of float32 matrices, whose products round their operands to tf32.
 enum Epilogue { Y, PREACT, GRADIENT, DOWN, SIDE_208, SIDE_192, SIDE_160, SIDE_144, SIDE_128, GATE, FEW, TF32_Y, TF32_PREACT };
 constexpr int GATE_ROWS = 32;  // GATE: rows of a partial sum, at least
 

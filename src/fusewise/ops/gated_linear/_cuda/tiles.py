@@ -20,10 +20,9 @@ from typing import NamedTuple
 from .._few_rows import busiest, choose_width
 
 STREAM_COLUMNS = 16, 32, 64, 128, 160, 208  # of a product in the weight-streaming kernel
-STREAM_ROWS = 128  # up to which it always computes y
+STREAM_ROWS = 128  # up to which it always computes y, with pre-activations or without
 GROUP_M = 8  # rows of tiles per group of the raster order
 LOADS = 16  # cost of a tile, whatever its columns
-WORTH = 0.99  # of the cost here, Gluon's must be below: its launch, from Python, takes the host 60 to 150 µs longer
 MEMORY = 2.7  # cost of reading both weights of a feature, while all SMs read
 # Epilogues, as in plan.h.
 Y, PREACT, GRADIENT, DOWN, SIDE_208, SIDE_192, SIDE_160, SIDE_144, SIDE_128, GATE, FEW, TF32_Y, TF32_PREACT = range(13)
@@ -65,7 +64,7 @@ def of(epilogue: int) -> Tiles | None:
 @dataclass(frozen=True)
 class Config:
     """What computes a product: "upright" or, for y alone, "sideways" tiles of `size` rows, or "stream", the weight-streaming
-    kernel with tiles of `size` features; or "gluon", whose kernel it is then."""
+    kernel with tiles of `size` features, which also keeps pre-activations; or "gluon", whose kernel it is then."""
 
     tiles: str
     size: int = 0
@@ -95,7 +94,7 @@ RACES = {
 
 def choose(kernel: str, rows: int, depth: int, hidden: int, processors: int, *, gluon: bool) -> Config:
     """The heuristic's choice for a kernel: "y", "preact", "gradient" or "down"; `gluon`: whether Gluon's may be taken."""
-    if kernel == "y" and (width := width_of_stream(rows, hidden, processors)) is not None:
+    if streams(kernel, rows) and (width := width_of_stream(rows, hidden, processors)) is not None:
         return Config("stream", width)
     if gluon and gluon_takes_less(kernel, rows, depth, hidden, processors):
         return Config("gluon")
@@ -103,13 +102,19 @@ def choose(kernel: str, rows: int, depth: int, hidden: int, processors: int, *, 
     return Config("upright") if tiles is UPRIGHT else Config("sideways", tiles.rows)
 
 
+def streams(kernel: str, rows: int) -> bool:
+    """Whether the weight-streaming kernel may compute a kernel: beyond y alone, where the others' tiles are mostly padding."""
+    return rows <= (STREAM_COLUMNS[-1] if kernel == "y" else STREAM_ROWS if kernel == "preact" else 0)
+
+
 def configurations(kernel: str, rows: int, depth: int, hidden: int, processors: int, *, gluon: bool) -> list[Config]:
     """All that can compute a kernel, the heuristic's choice first."""
     found = [choose(kernel, rows, depth, hidden, processors, gluon=gluon), Config("upright")]
     if kernel == "y":
         found += [Config("sideways", tiles.rows) for tiles in SIDEWAYS]
-        if columns := next((n for n in STREAM_COLUMNS if rows <= n), 0):
-            found += [Config("stream", choose_width(columns, hidden, processors, widest)) for widest in (64, 128)]
+    if streams(kernel, rows):
+        columns = next(n for n in STREAM_COLUMNS if rows <= n)
+        found += [Config("stream", choose_width(columns, hidden, processors, widest)) for widest in (64, 128)]
     return list(dict.fromkeys([*found, Config("gluon")] if gluon else found))
 
 
@@ -123,7 +128,7 @@ def for_y(rows: int, hidden: int, processors: int) -> Tiles:
 
 @functools.lru_cache(maxsize=1024)
 def gluon_takes_less(kernel: str, rows: int, depth: int, hidden: int, processors: int) -> bool:
-    """Whether Gluon's tiles cost less by more than 1 % in a kernel: "y", "preact", "gradient" or "down"."""
+    """Whether Gluon's tiles cost less in a kernel: "y", "preact", "gradient" or "down"."""
     race, steps = RACES[kernel], depth / 64
     tiles = for_y(rows, hidden, processors) if kernel == "y" else UPRIGHT._replace(features=race.features)
     theirs = Tiles(Y, 128, race.features * 2 // 3, 128)
@@ -133,7 +138,7 @@ def gluon_takes_less(kernel: str, rows: int, depth: int, hidden: int, processors
         ours *= 1 - race.ragged / -(-rows // tiles.rows)
     ours += tiles.columns * race.tail
     cost = theirs.cost(rows, hidden, processors) * steps * (1 + race.empty * empty) + theirs.columns * race.tail
-    return race.gluon * cost < WORTH * ours
+    return race.gluon * cost < ours
 
 
 @functools.lru_cache(maxsize=1024)
