@@ -24,9 +24,9 @@ from ..._shared import build, cpu, host
 from . import _chunks, _onednn
 from ._problem import Halves, Spec, rows
 
-#: What the extension's functions compute: y, y and both pre-activations, the gradients, those behind a down projection. As in
-#: `host_call.h`.
-ONLY_Y, KEEPING, BACKWARD, MLP_BACKWARD = range(4)
+#: What the extension's functions and operators compute: y, y and both pre-activations, the gradients, those behind a down projection,
+#: only that of the pre-activations. As in `host_call.h`.
+ONLY_Y, KEEPING, BACKWARD, MLP_BACKWARD, GRADIENT = range(5)
 
 _NAMES = ("host.cpp", "host_call.h", "host_gpu.h", "_cpu/gate.h", "_cuda/plan.h")
 SOURCES = (*(Path(__file__).parent / name for name in _NAMES), *host.HEADERS)
@@ -39,7 +39,7 @@ kept: Callable[..., tuple[Tensor, Tensor] | None] = host.not_loaded
 gradients: Callable[..., tuple[Tensor | None, ...] | None] = host.not_loaded
 #: The same behind a down projection, from dz.
 mlp_gradients: Callable[..., tuple[Tensor | None, ...] | None] = host.not_loaded
-#: Takes one of the four and the arguments of its function; whether this is a GPU call that can be cached and is not cached yet.
+#: Takes one of the five and the arguments of its function; whether this is a GPU call that can be cached and is not cached yet.
 _new: Callable[..., Any] = host.not_loaded
 _with_gate = False  # whether the extension has the CPU gate
 
@@ -119,6 +119,11 @@ def remember(job: int, *asked: Any) -> None:
         return
     from . import _op
 
+    if job == GRADIENT:
+        dy, preact, text, impl, _ = asked
+        spec = Spec.decode(text)
+        serving = _op.taking_gradient(impl, spec, dy, preact, preact)
+        return _keep(job, asked, serving, "gate", dy, dy.shape[1], spec.activation)
     *given, x, weight, _, activation, w_gate, _, layout, gate_first, _, impl = asked
     spec = Spec(activation, "separate" if w_gate is not None else layout, gate_first)
     halves, matrix = Halves.of(spec, weight, w_gate), rows(x)
@@ -131,5 +136,10 @@ def remember(job: int, *asked: Any) -> None:
         kernel, serving = "gate", _op.taking_gradient(impl, spec, given[0], given[1], given[1])
     else:
         kernel, serving = "down", _op.taking_down_gradient(impl, spec, given[0], given[-1])
+    _keep(job, asked, serving, kernel, matrix, hidden, activation)
+
+
+def _keep(job: int, asked: tuple[Any, ...], serving: Any, *kernel: Any) -> None:
+    """Tell the extension how the module that serves a call launches its kernel; zeros if not from C++."""
     launcher = getattr(serving, "launcher", None)
-    extension().remember(job, asked, *(launcher(kernel, matrix, hidden, activation) if launcher else (0, 0, 0, 0)))
+    extension().remember(job, asked, *(launcher(*kernel) if launcher else (0, 0, 0, 0)))

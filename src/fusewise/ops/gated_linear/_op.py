@@ -135,7 +135,9 @@ def taking_gradient(impl: str, spec: Spec, dy: Tensor, preact: Preact, dpreact: 
 
 def _grad(dy: Tensor, preact: Tensor, text: str, impl: str, bias: bool) -> tuple[Tensor, Tensor]:
     dpreact = torch.empty_like(preact)
-    return dpreact, _grad_into(dy, preact, dpreact, text, impl, bias)
+    dbias = _grad_into(dy, preact, dpreact, text, impl, bias)
+    _host.remember(_host.GRADIENT, dy, preact, text, impl, bias)
+    return dpreact, dbias
 
 
 def _grad_(dy: Tensor, value: Tensor, gate: Tensor, text: str, impl: str, bias: bool) -> Tensor:

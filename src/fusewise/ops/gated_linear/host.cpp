@@ -130,9 +130,11 @@ struct Asked {
   Wanted wanted{};
   std::optional<gpu::Operands> operands{};  // on a GPU
   gpu::Choice choice{};                     // on a GPU, if it is served here
+  std::vector<IValue> operator_arguments{};
 
   // Whether the arguments of the job's function are supported.
   bool read(PyObject* const* given, Py_ssize_t count) {
+    if (job == GRADIENT) return read_gradient(given, count);
     const Py_ssize_t before = BEFORE[job], left = count - before;
     TORCH_CHECK_TYPE(left == COUNT, "gated_linear: the host function must have ", int(COUNT), " arguments, got ", left);
     if (!a.read(given + before) || (before > 0 && !wanted.read(given, job == MLP_BACKWARD, a))) return false;
@@ -142,9 +144,17 @@ struct Asked {
 
   // Those of an operator for it.
   bool read(const IValue* given) {
-    if (!a.read(given)) return false;
+    if (job == GRADIENT ? !a.read_gradient(given) || !wanted.read_gradient(given, a) : !a.read(given)) return false;
     if (a.on_gpu()) operands.emplace(a, wanted);
     return true;
+  }
+
+  // The same from Python: dy, the pre-activations, spec, impl, and whether sums are wanted.
+  bool read_gradient(PyObject* const* given, Py_ssize_t count) {
+    if (count != OF_GRADIENT || !THPVariable_CheckExact(given[GRAD_DY]) || !THPVariable_CheckExact(given[GRAD_PREACT])) return false;
+    operator_arguments = {THPVariable_Unpack(given[GRAD_DY]), THPVariable_Unpack(given[GRAD_PREACT]), std::string(text(given[GRAD_SPEC])),
+                          std::string(text(given[GRAD_IMPL])), given[GRAD_BIAS] == Py_True};
+    return read(operator_arguments.data());
   }
 
   // Whether it is also served here, rather than by Python.
@@ -172,7 +182,7 @@ Tensor computed(const Asked& asked) {
 
 // u and g, (M, F) each, of both pre-activations: `split_preact`.
 gpu::Pair split(const Arguments& a, const Tensor& preact) {
-  if (a.w_gate != nullptr) return {preact.select(0, 0), preact.select(0, 1)};
+  if (a.apart) return {preact.select(0, 0), preact.select(0, 1)};
   const auto half = [&](int64_t index) { return preact.narrow(1, index * a.hidden, a.hidden); };
   return {half(a.gate_first), half(!a.gate_first)};
 }
@@ -246,7 +256,7 @@ Gradients backward(const Asked& asked) {
   const OnDevice on_device(a.x->device());
   const GilReleased no_gil;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const bool apart = a.w_gate != nullptr;
+  const bool apart = a.apart;
   if (wanted.overwrite) wanted.preact->unsafeGetTensorImpl()->bump_version();  // `overwritten` of _autograd.py
   const Tensor x = matrix(a), dpreact = wanted.overwrite ? *wanted.preact : at::empty_like(*wanted.preact);
   Tensor y = wanted.w_down == nullptr ? Tensor() : empty(x, {a.rows(), a.hidden}, {a.hidden, 1});
@@ -272,6 +282,19 @@ Gradients backward(const Asked& asked) {
     else db = (a.gate_first ? both.flip({0}) : both).view({2 * a.hidden});
   }
   return found;
+}
+
+// The gradient of the pre-activations, and the sums of its columns (2, F), or no numbers if they are not wanted.
+std::pair<Tensor, Tensor> gradient(const Asked& asked) {
+  const Arguments& a = asked.a;
+  const Wanted& wanted = asked.wanted;
+  const OnDevice on_device(a.x->device());
+  const GilReleased no_gil;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const Tensor dpreact = at::empty_like(*wanted.preact);
+  const gpu::Pair before = split(a, *wanted.preact), after = split(a, dpreact);
+  const Tensor sums = a.on_gpu() ? gpu::gate_gradient(a, wanted, asked.choice, before, after, {}) : gate_gradient(a, wanted, before, after, {});
+  return {dpreact, wanted.bias ? sums : empty(*a.x, {0}, {1}, at::kFloat)};
 }
 
 PyObject* gated_linear(PyObject*, PyObject* const* given, Py_ssize_t count) {
@@ -358,16 +381,17 @@ PyObject* on_cpu(PyObject*, PyObject* given) {
 // Kernel of an operator; Python's, which raises, for what is not served here.
 template <Job JOB>
 void operate(const c10::OperatorHandle& op, Stack* stack) {
+  constexpr size_t COUNT_OF = JOB == GRADIENT ? size_t(OF_GRADIENT) : size_t(OPERANDS);
   Asked asked{JOB};
-  if (!asked.read(&torch::jit::peek(*stack, 0, OPERANDS)) || !asked.served())
+  if (!asked.read(&torch::jit::peek(*stack, 0, COUNT_OF)) || !asked.served())
     return op.callBoxedForDispatchKey(DispatchKey::CompositeExplicitAutograd, *stack);
   std::vector<IValue> made;
   if constexpr (JOB == ONLY_Y) made = {computed(asked)};
   else {
-    const auto [y, preact] = keeping(asked);
-    made = {y, preact};
+    const auto [first, second] = JOB == KEEPING ? keeping(asked) : gradient(asked);
+    made = {first, second};
   }
-  torch::jit::drop(*stack, OPERANDS);
+  torch::jit::drop(*stack, COUNT_OF);
   for (IValue& value : made) stack->push_back(std::move(value));
 }
 
@@ -376,6 +400,7 @@ void register_operators() {
     torch::Library& library = kernels_for(key);
     library.impl("gated_linear", torch::CppFunction::makeFromBoxedFunction<&operate<ONLY_Y>>());
     library.impl("gated_linear_preact", torch::CppFunction::makeFromBoxedFunction<&operate<KEEPING>>());
+    library.impl("gated_linear_grad", torch::CppFunction::makeFromBoxedFunction<&operate<GRADIENT>>());
   }
   register_at_autograd({"gated_linear"});
 }

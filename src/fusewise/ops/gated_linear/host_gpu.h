@@ -41,6 +41,10 @@ struct Operands {
     const auto address = [](const Tensor* t) { return t == nullptr ? nullptr : static_cast<const char*>(t->const_data_ptr()); };
     x = address(a.x), value = address(a.weight), gate = address(a.w_gate), value_bias = address(a.bias), gate_bias = address(a.b_gate);
     x_stride = a.x->dim() == 2 ? a.x->stride(0) : a.x->size(-1);
+    if (a.weight == nullptr) {  // `gated_linear_grad`
+      preact = address(wanted.preact), value_stride = gate_stride = 0;
+      return;
+    }
     value_stride = gate_stride = a.weight->stride(0);
     if (wanted.upstream != nullptr) {
       upstream = address(wanted.upstream), upstream_stride = wanted.upstream->stride(0), preact = address(wanted.preact);
@@ -62,12 +66,12 @@ struct Operands {
   bool describable(const Arguments& a) const {
     uintptr_t bits = (x_stride | value_stride | gate_stride | upstream_stride | down_stride | a.hidden | columns_in | columns_out) * 2;
     for (const char* at : {x, value, gate, upstream, preact, down}) bits |= reinterpret_cast<uintptr_t>(at);
-    return bits % 16 == 0 && x_stride > 0 && value_stride > 0 && gate_stride > 0 && (upstream == nullptr || upstream_stride > 0) &&
+    return bits % 16 == 0 && x_stride > 0 && (value == nullptr || (value_stride > 0 && gate_stride > 0)) && (upstream == nullptr || upstream_stride > 0) &&
            (down == nullptr || down_stride > 0);
   }
 
   Key key(Job job, const Arguments& a) const {
-    return {job, a.x->device().index(), a.kind, a.activation, a.by_choice, a.gate_first, a.w_gate != nullptr,
+    return {job, a.x->device().index(), a.kind, a.activation, a.by_choice, a.gate_first, a.apart,
             a.rows(), a.x->size(-1), a.hidden, x_stride, value_stride, gate_stride, upstream_stride, columns_out, down_stride};
   }
 };
