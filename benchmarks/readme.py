@@ -38,8 +38,8 @@ GPU = {
 COLOURS = dict(
     zip(GPU, ["#08306b", "#2171b5", "#6baed6", "#c6dbef", *(f"C{i}" for i in (1, 2, 3, 4, 5, 6, 7))], strict=True)
 )
-CPU = {"fusewise-cpu": "fusewise", "torch.compile": "torch.compile", "eager": "eager", "torchscript": "TorchScript"}
-COMPILERS = {**CPU, "jax": "JAX", "tvm": "TVM", "thunder": "Thunder"}
+CPU = {"fusewise-cpu": "fusewise", "torch.compile": "torch.compile", "eager": "eager", "torchscript": "TorchScript", "jax": "JAX"}
+COMPILERS = {**CPU, "tvm": "TVM", "thunder": "Thunder"}
 SHOWN = {
     "llama-3-8b-train": "Llama-3-8B training",
     "gemma-7b-train": "Gemma-7B training",

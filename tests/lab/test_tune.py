@@ -22,7 +22,7 @@ from fusewise.cli import cli  # noqa: E402
 from fusewise.lab import tune  # noqa: E402
 from fusewise.lab.timing import Turn  # noqa: E402
 from fusewise.ops._tuned import Job, Key, Tuned  # noqa: E402
-from fusewise.ops.gated_linear import _cuda, _gluon, _gluon_few, _op, _triton, tuning  # noqa: E402
+from fusewise.ops.gated_linear import _cuda, _gluon, _op, _triton, tuning  # noqa: E402
 
 KEY = Key("y", torch.float32, "", 8, 4, 4)
 
@@ -446,11 +446,7 @@ def test_a_search_on_the_device(kernel: str, rows: int, named: bool, monkeypatch
     arguments = ["--shape", f"{rows},512,1024", "--epilogue", kernel, "--device", "cuda", "--json"]
     if named:
         arguments += ["--impl", "triton" if _op.choice.unavailable("gluon", "cuda", torch.bfloat16) else "gluon"]
-    elif (
-        _op.choice.unavailable("cuda", "cuda", torch.bfloat16) is None
-        and kernel == "gate"
-        and rows > _gluon_few.MOST_ROWS
-    ):
+    elif kernel == "gate" and _op.choice.unavailable("cuda", "cuda", torch.bfloat16) is None:
         pytest.skip("by CUDA, with nothing to tune")
     found = invoke("tune", "geglu", *arguments)
     assert found.exit_code == 0, found.output
