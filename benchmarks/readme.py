@@ -38,7 +38,13 @@ GPU = {
 COLOURS = dict(
     zip(GPU, ["#08306b", "#2171b5", "#6baed6", "#c6dbef", *(f"C{i}" for i in (1, 2, 3, 4, 5, 6, 7))], strict=True)
 )
-CPU = {"fusewise-cpu": "fusewise", "torch.compile": "torch.compile", "eager": "eager", "torchscript": "TorchScript", "jax": "JAX"}
+CPU = {
+    "fusewise-cpu": "fusewise",
+    "torch.compile": "torch.compile",
+    "eager": "eager",
+    "torchscript": "TorchScript",
+    "jax": "JAX",
+}
 COMPILERS = {**CPU, "tvm": "TVM", "thunder": "Thunder"}
 SHOWN = {
     "llama-3-8b-train": "Llama-3-8B training",

@@ -185,7 +185,11 @@ def gated_linear(impl: str, device: str) -> Calls:
                 yield f"gated_mlp {what}", lambda a=a: mlp(*a, True)
     for rows in (3, 20, 64):  # tiles of more than 64 features, when F is distributed over an H200's SMs
         a = rows, 72, 14336, torch.bfloat16, True, "preact", "silu"
-        yield f"{rows} rows, wide tiles", lambda a=a: linear(*a, "stacked", False)
+        for grad in (False, True):
+            yield (
+                f"{rows} rows, wide tiles{' with gradients' if grad else ''}",
+                lambda a=a, grad=grad: linear(*a, "stacked", grad),
+            )
     # On an H200: sideways tiles of 192, 128, 144, 160 and 208 rows, most of them halved at the end; the same rows in the few-rows kernel.
     for rows, F in ((176, 28672), (240, 14336), (272, 28672), (320, 14336), (400, 14336), (200, 14336)):
         a = rows, 72, F, torch.bfloat16, True, "preact", "silu"
