@@ -79,8 +79,8 @@ def new_dbias(x: Tensor, hidden: int, wanted: bool) -> Tensor:
 def _readable(
     weight: Tensor, weight_gate: Tensor | None, bias: Tensor | None, bias_gate: Tensor | None
 ) -> tuple[Any, ...]:
-    """The weights of a call with the strides that validation demands: an exported program or a `torch.jit` trace may receive
-    others than it was traced with."""
+    """The weights of a call with the strides that validation demands: an exported program, a `torch.jit` trace or a direct call of an
+    operator may have others."""
     biases = (None if b is None else b.contiguous() for b in (bias, bias_gate))
     return rows(weight), None if weight_gate is None else rows(weight_gate), *biases
 
@@ -105,7 +105,7 @@ def keeping(impl: str, spec: Spec, x: Tensor, halves: Halves) -> Any:
 def _gated_linear_preact(x: Tensor, *weights: Any) -> tuple[Tensor, Tensor]:
     *tensors, text, impl = weights
     spec = Spec.decode(text)
-    halves = Halves.of(spec, *tensors)
+    x, halves = rows(x), Halves.of(spec, *_readable(*tensors))
     y = _new_y(x, halves)
     preact = new_preact(x, halves.value.shape[0], spec)
     with reference.exact(x):
@@ -134,6 +134,7 @@ def taking_gradient(impl: str, spec: Spec, dy: Tensor, preact: Preact, dpreact: 
 
 
 def _grad(dy: Tensor, preact: Tensor, text: str, impl: str, bias: bool) -> tuple[Tensor, Tensor]:
+    dy, preact = rows(dy), preact.contiguous()
     dpreact = torch.empty_like(preact)
     dbias = _grad_into(dy, preact, dpreact, text, impl, bias)
     _host.remember(_host.GRADIENT, dy, preact, text, impl, bias)
@@ -153,8 +154,9 @@ def _grad_into(dy: Tensor, preact: Preact, dpreact: Preact, text: str, impl: str
 
 
 def _recompute_grad(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    dy, x, weights = rows(dy), rows(x), _readable(*rest[:4])
     dpreact = new_preact(x, dy.shape[1], Spec.decode(rest[4]))
-    return dpreact, _recompute_into(dpreact, dy, x, *rest)
+    return dpreact, _recompute_into(dpreact, dy, x, *weights, *rest[4:])
 
 
 def _recompute_grad_into(dy: Tensor, x: Tensor, *rest: Any) -> Tensor:
@@ -185,6 +187,7 @@ def taking_down_gradient(impl: str, spec: Spec, dz: Tensor, w_down: Tensor) -> A
 def _down_grad(
     dz: Tensor, w_down: Tensor, preact: Tensor, text: str, impl: str, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    dz, w_down, preact = rows(dz), rows(w_down), preact.contiguous()
     dpreact = torch.empty_like(preact)
     return _down_grad_into(dz, w_down, preact, dpreact, text, impl, bias)
 
@@ -216,8 +219,12 @@ def _fake_gated_linear_preact(x: Tensor, *weights: Any) -> tuple[Tensor, Tensor]
     return y, new_preact(x, y.shape[1], spec)
 
 
+def _like(preact: Tensor) -> Tensor:
+    return torch.empty_like(preact, memory_format=torch.contiguous_format)
+
+
 def _fake_grad(dy: Tensor, preact: Tensor, text: str, impl: str, bias: bool) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(preact), new_dbias(dy, dy.shape[1], bias)
+    return _like(preact), new_dbias(dy, dy.shape[1], bias)
 
 
 def _fake_grad_(dy: Tensor, value: Tensor, gate: Tensor, text: str, impl: str, bias: bool) -> Tensor:
@@ -236,7 +243,7 @@ def _fake_down_grad(
     dz: Tensor, w_down: Tensor, preact: Tensor, text: str, impl: str, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     hidden = w_down.shape[1]
-    return dz.new_empty((dz.shape[0], hidden)), torch.empty_like(preact), new_dbias(dz, hidden, bias)
+    return dz.new_empty((dz.shape[0], hidden)), _like(preact), new_dbias(dz, hidden, bias)
 
 
 def _fake_down_grad_(
