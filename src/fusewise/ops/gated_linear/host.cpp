@@ -1,7 +1,8 @@
 // Host fast path: an inference call of `geglu_linear` or `gated_linear`, or a compiled graph's of their operators, goes from its
-// arguments to the kernels without running Python. On a CPU these are the products and the gate of `_cpu`: 3 µs of host overhead per call instead of 30, and with cold
-// caches 0.1 ms instead of 0.4. On a GPU it is the launch of `_cuda`: `host_gpu.h`. Of a call that records gradients the autograd
-// functions stay in Python (`_autograd.py`, `_mlp.py`); what they compute, forward and backward, is here, too.
+// arguments to the kernels without running Python. On a CPU these are the products and the gate of `_cpu`: 3 µs of host overhead per
+// call instead of 30, and with cold caches 0.1 ms instead of 0.4. On a GPU it is the launch of `_cuda`: `host_gpu.h`. Of a call that
+// records gradients the autograd functions stay in Python (`_autograd.py`, `_mlp.py`); what they compute, forward and backward, is
+// here, too.
 //
 // Supported are plain tensors of one dtype, one weight in layout "stacked" or two weights, without modes or transforms
 // (`host_call.h`); on a GPU once Python has served such a call. Any other call returns None at once, without side effects, and the
@@ -293,7 +294,8 @@ std::pair<Tensor, Tensor> gradient(const Asked& asked) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Tensor dpreact = at::empty_like(*wanted.preact);
   const gpu::Pair before = split(a, *wanted.preact), after = split(a, dpreact);
-  const Tensor sums = a.on_gpu() ? gpu::gate_gradient(a, wanted, asked.choice, before, after, {}) : gate_gradient(a, wanted, before, after, {});
+  const Tensor sums = a.on_gpu() ? gpu::gate_gradient(a, wanted, asked.choice, before, after, {})
+                                 : gate_gradient(a, wanted, before, after, {});
   return {dpreact, wanted.bias ? sums : empty(*a.x, {0}, {1}, at::kFloat)};
 }
 

@@ -26,7 +26,7 @@ struct Choice {
 
 using Key = std::array<int64_t, 16>;
 std::map<Key, Choice>& choices = *new std::map<Key, Choice>;  // never destroyed: threads may still run at exit
-std::mutex lock;                // of the choices: operators are called without the GIL
+std::mutex lock;  // of the choices: operators are called without the GIL
 constexpr size_t MOST = 4096;  // only guards against a leak
 
 // The operands as the kernels take them: addresses and row strides in elements.
@@ -66,8 +66,8 @@ struct Operands {
   bool describable(const Arguments& a) const {
     uintptr_t bits = (x_stride | value_stride | gate_stride | upstream_stride | down_stride | a.hidden | columns_in | columns_out) * 2;
     for (const char* at : {x, value, gate, upstream, preact, down}) bits |= reinterpret_cast<uintptr_t>(at);
-    return bits % 16 == 0 && x_stride > 0 && (value == nullptr || (value_stride > 0 && gate_stride > 0)) && (upstream == nullptr || upstream_stride > 0) &&
-           (down == nullptr || down_stride > 0);
+    return bits % 16 == 0 && x_stride > 0 && (value == nullptr || (value_stride > 0 && gate_stride > 0)) &&
+           (upstream == nullptr || upstream_stride > 0) && (down == nullptr || down_stride > 0);
   }
 
   Key key(Job job, const Arguments& a) const {
